@@ -1,0 +1,124 @@
+"""GEMMs over experts: rows sorted by expert, one weight each. Forward, dgrad and wgrad; reference, then the public function.
+
+Shapes: E experts; R rows of the buffer (a multiple of 128); each expert's group starts on a multiple of 128 and is padded with
+zero rows; rows past the last group hold nothing and are never read. K common dimension, N output columns.
+The Hopper kernels stand in grouped_gemm_sm90.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8.quantized import Quantized
+from fp8.recipe import BLOCK
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Where each expert's rows lie. All tensors stay on the device; nothing here needs the host to know a count.
+
+    Attributes:
+        counts_E: int32 real rows of each expert.
+        starts_E: int32 first row of each group, a multiple of 128.
+        ends_E: int32 first row after each padded group (what torch's grouped_mm calls offsets).
+        block_expert_B: int32 [max_rows / 128] expert of each 128-row block; -1 past the last group.
+        max_rows: rows of the buffer, a multiple of 128.
+    """
+
+    counts_E: Tensor
+    starts_E: Tensor
+    ends_E: Tensor
+    block_expert_B: Tensor
+    max_rows: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts_E.numel()
+
+
+def padded_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a buffer that holds `num_rows` rows however they fall on the experts: each group wastes at most 127."""
+    worst = num_rows + min(num_experts, num_rows) * (BLOCK - 1)
+    return max(BLOCK, worst // BLOCK * BLOCK)
+
+
+def make_groups(counts_E: Tensor, max_rows: int) -> Groups:
+    """Groups from the count of rows of each expert, without a host synchronisation.
+
+    Args:
+        counts_E: integer tensor [E].
+        max_rows: buffer rows; `padded_rows(total, E)` always suffices.
+    """
+    assert max_rows % BLOCK == 0, f"max_rows = {max_rows} is not a multiple of {BLOCK}"
+    counts = counts_E.to(torch.int32)
+    padded = (counts + BLOCK - 1) // BLOCK * BLOCK
+    ends = padded.cumsum(0).to(torch.int32)
+    blocks = torch.arange(0, max_rows, BLOCK, device=counts.device, dtype=torch.int32)
+    expert = torch.searchsorted(ends, blocks, right=True).to(torch.int32)
+    expert = torch.where(expert < counts.numel(), expert, torch.full_like(expert, -1))
+    return Groups(counts, ends - padded, ends, expert, max_rows)
+
+
+def _slices(groups: Groups) -> list[tuple[int, int, int]]:
+    """(expert, first row, real rows) of the experts that have rows. Reads the device: reference paths only."""
+    return [
+        (e, s, n) for e, (s, n) in enumerate(zip(groups.starts_E.tolist(), groups.counts_E.tolist(), strict=True)) if n
+    ]
+
+
+# ---------------------------------------------------------------- forward and dgrad
+
+
+def grouped_gemm_nt_ref(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """y[r] = a[r] . b[expert of r]^T in FP32; rows that belong to nobody are zero."""
+    y = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
+    for e, start, count in _slices(groups):
+        rows = slice(start, start + count)
+        scale = None if a.scale_inv is None else a.scale_inv if a.scale_inv.numel() == 1 else a.scale_inv[rows]
+        a_e = Quantized(a.data[rows], scale, a.tile)
+        b_e = Quantized(b.data[e], None if b.scale_inv is None else b.scale_inv[e], b.tile)
+        y[rows] = (a_e.dequantize() @ b_e.dequantize().t()).to(dtype)
+    return y
+
+
+def grouped_gemm_nt(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """a [R, K] . b [E, N, K]^T of each row's expert -> [R, N]. dgrad is the same with transposed weights.
+
+    Rows past the last group are not written and must not be read.
+    """
+    assert a.shape[-1] == b.shape[-1], f"K differs: {tuple(a.shape)} . {tuple(b.shape)}^T"
+    if a.data.is_cuda and a.scale_inv is None and a.data.dtype == torch.bfloat16:
+        return F.grouped_mm(a.data, b.data.transpose(1, 2), offs=groups.ends_E, out_dtype=dtype)
+    return grouped_gemm_nt_ref(a, b, groups, dtype)
+
+
+# ---------------------------------------------------------------- wgrad
+
+
+def grouped_wgrad_ref(dy_t: Quantized, x_t: Quantized, groups: Groups, out: Tensor, accumulate: bool) -> None:
+    """out[e] (+)= dy_t[:, rows of e] . x_t[:, rows of e]^T in FP32."""
+    dy, x = dy_t.dequantize(), x_t.dequantize()
+    if not accumulate:
+        out.zero_()
+    for e, start, count in _slices(groups):
+        rows = slice(start, start + count)
+        out[e] += (dy[:, rows] @ x[:, rows].t()).to(out.dtype)
+
+
+def grouped_wgrad(dy_t: Quantized, x_t: Quantized, groups: Groups, out: Tensor, accumulate: bool) -> None:
+    """Per expert dy_t [N, R] . x_t [K, R]^T over its rows, into `out` [E, N, K].
+
+    Args:
+        accumulate: False writes (exact zeros for experts without rows), True adds (and leaves those untouched).
+    """
+    assert dy_t.shape[-1] == x_t.shape[-1], f"rows differ: {tuple(dy_t.shape)} and {tuple(x_t.shape)}"
+    if dy_t.data.is_cuda and dy_t.scale_inv is None and dy_t.data.dtype == torch.bfloat16:
+        y = F.grouped_mm(dy_t.data, x_t.data.t(), offs=groups.ends_E, out_dtype=torch.bfloat16)
+        y = torch.where((groups.counts_E > 0)[:, None, None], y, torch.zeros_like(y))  # empty groups come unwritten
+        out.add_(y) if accumulate else out.copy_(y)
+        return
+    grouped_wgrad_ref(dy_t, x_t, groups, out, accumulate)

@@ -1,0 +1,71 @@
+"""The three GEMMs of a linear layer in one autograd Function.
+
+Shapes: T tokens, D input features, F output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from fp8.activation import Activation, make_carrier
+from fp8.gemm import gemm_nt
+from fp8.quantize import quantize, quantize_t, requantize_t, transpose
+from fp8.recipe import Recipe
+from fp8.stash import Stash, Ticket
+from fp8.weight import Weight
+
+
+class _Linear(torch.autograd.Function):
+    """forward  y_TF  = x_TD . w_FD^T
+    dgrad    dx_TD = dy_TF . w_FD
+    wgrad    dw_FD += dy_TF^T . x_TD      into weight.main_grad
+
+    dY is quantised twice from the same high-precision values: 1x128 along F for dgrad, 1x128 along tokens for wgrad.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, carrier_TD: Tensor, anchor: Tensor, x: Activation, weight: Weight, recipe: Recipe) -> Tensor:
+        ctx.ticket, ctx.weight, ctx.recipe = x.ticket.claim(), weight, recipe
+        return gemm_nt(x.q, weight.q, dtype=carrier_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
+        weight, spec = ctx.weight, ctx.recipe.gradient
+        x_q = ctx.ticket.pop()
+        dx_TD = None
+        if ctx.needs_input_grad[0]:
+            dx_TD = gemm_nt(quantize(dy_TF, spec), transpose(weight.q), dtype=dy_TF.dtype)
+        if weight.trainable:
+            dy_t, x_t = quantize_t(dy_TF, spec), requantize_t(x_q)
+            weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
+        return dx_TD, None, None, None, None
+
+
+def linear(x: Activation, weight: Weight, recipe: Recipe) -> Tensor:
+    """x [T, D] . weight [F, D]^T -> [T, F] in the carrier's dtype; gradients as `_Linear` states."""
+    return _Linear.apply(x.carrier, weight.anchor, x, weight, recipe)
+
+
+def linear_ref(x_TD: Tensor, w_FD: Tensor) -> Tensor:
+    """The differentiable definition, without quantisation."""
+    return x_TD @ w_FD.t()
+
+
+class _QuantizeEdge(torch.autograd.Function):
+    """forward: hands the carrier out; backward: dx_TD = d(carrier), unchanged (straight through)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_TD: Tensor) -> Tensor:
+        return make_carrier(*x_TD.shape, like=x_TD, dtype=x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dx_TD: Tensor) -> Tensor:
+        return dx_TD
+
+
+def quantize_activation(x_TD: Tensor, recipe: Recipe, stash: Stash, name: str = "activation") -> Activation:
+    """Quantises a high-precision [T, D] that no fused kernel has quantised yet (the attention output, a forker's own layer)."""
+    q = quantize(x_TD.detach(), recipe.activation)
+    return Activation(q, _QuantizeEdge.apply(x_TD), stash.put(name, q))

@@ -1,0 +1,135 @@
+"""Quantise, quantise-transposed, re-tile and transpose. Each section reads: reference, then the public function.
+
+The kernels for Hopper stand in quantize_kernels.py; the tensor's device chooses.
+
+Shapes: R rows, C columns, Rp = R rounded up to 128; nr, nc = number of tiles along rows and columns.
+Scale rule (all power-of-two specs): multiplier s = 2^floor(log2(FP8_MAX / amax)), so the tile's maximum never clips; the
+inverse is stored. amax 0 -> s = 1. amax is floored at FP8_MAX * 2^-126 so that s and 1/s stay normal fp32 numbers; there is no
+floor near gradients (DeepGEMM's 1e-4 would flush them). Non-finite amax -> s = 1; inf saturates, NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8.quantized import Quantized, expand_scales
+from fp8.recipe import BLOCK, FP8_MAX, Spec
+
+# ---------------------------------------------------------------- scales and casts
+
+
+def pow2_scale_inv(amax: Tensor, fmt_max: float) -> Tensor:
+    """Inverse power-of-two scales (fp32, the shape of `amax`) under the module's scale rule.
+
+    Works on the bits, so that a kernel can do exactly the same: FP8_MAX is 1.75 * 2^8 (E4M3) or 1.75 * 2^15 (E5M2), hence the
+    smallest power of two not below amax / FP8_MAX has exponent(amax) - 8 (or 15), plus one where the mantissa is above 1.75.
+    """
+    amax = amax.float().contiguous()
+    bits = amax.view(torch.int32)
+    exponent = (bits >> 23) - 127 - (8 if fmt_max == 448.0 else 15) + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
+    scale_inv = ((exponent.clamp(-126, 126) + 127) << 23).view(torch.float32)
+    return torch.where(torch.isfinite(amax) & (amax > 0), scale_inv, torch.ones_like(amax))
+
+
+def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Saturating round-to-nearest-even cast from fp32. The clamp comes first: torch < 2.12 turns overflow into NaN."""
+    limit = FP8_MAX[dtype]
+    return x.clamp(-limit, limit).to(dtype)  # clamp keeps NaN
+
+
+def column_major(scale_inv: Tensor) -> Tensor:
+    """The same [R, nc] values with strides (1, R)."""
+    return scale_inv.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[..., nr, nc]: largest magnitude of each tile; edges are padded with zeros."""
+    r, c = tile
+    rows, cols = x.shape[-2:]
+    padded = F.pad(x.abs(), (0, -cols % c, 0, -rows % r))
+    return padded.unflatten(-2, (-1, r)).unflatten(-1, (-1, c)).amax(dim=(-3, -1))
+
+
+# ---------------------------------------------------------------- quantize
+
+
+def quantize_ref(x: Tensor, spec: Spec) -> Quantized:
+    """[..., R, C] -> Quantized under `spec`; the definition of every quantise kernel."""
+    if not spec.is_fp8:
+        return Quantized.unscaled(x.to(spec.dtype))
+    x = x.float()
+    scale_inv = pow2_scale_inv(tile_amax(x, spec.tile), FP8_MAX[spec.dtype])
+    data = cast_fp8(x / expand_scales(scale_inv, spec.tile, x.shape), spec.dtype)
+    return Quantized(data, column_major(scale_inv) if spec.tile[0] == 1 else scale_inv, spec.tile)
+
+
+def quantize(x: Tensor, spec: Spec) -> Quantized:
+    """Quantises [..., R, C] as the GEMM's A or B operand (K along C)."""
+    return quantize_ref(x, spec)
+
+
+# ---------------------------------------------------------------- quantize_t
+
+
+def quantize_t_ref(x_RC: Tensor, spec: Spec) -> Quantized:
+    """[R, C] -> its transpose [C, Rp], tiles along R: what wgrad reads of dY. Padding rows are zero."""
+    x_CR = F.pad(x_RC, (0, 0, 0, -x_RC.shape[0] % BLOCK)).t().contiguous()
+    return quantize_ref(x_CR, spec)
+
+
+def quantize_t(x_RC: Tensor, spec: Spec) -> Quantized:
+    """Quantises the transpose of [R, C] along R: [C, Rp]."""
+    return quantize_t_ref(x_RC, spec)
+
+
+# ---------------------------------------------------------------- requantize_t
+
+
+def requantize_t_ref(q: Quantized) -> Quantized:
+    """Row-tiled [R, C] -> transposed [C, Rp] with one scale a 128x128 block: what wgrad reads of X.
+
+    Each block takes the largest inverse scale of its rows; with power-of-two scales that is an exponent shift, rounded to
+    nearest even where codes become subnormal. Exact up to FP8 range; NaN codes survive. All-zero rows have scale 1 and would
+    widen the block for nothing, so they do not take part in the maximum.
+    Source: FP8-Flow-MoE's scaling-aware transpose, with correct subnormals.
+    """
+    if q.scale_inv is None:
+        return Quantized.unscaled(F.pad(q.data, (0, 0, 0, -q.shape[0] % BLOCK)).t().contiguous())
+    assert q.tile == (1, BLOCK), f"re-tiling starts from 1x{BLOCK} tiles, got {q.tile}"
+    rows, cols = q.shape
+    pad_r, pad_c = -rows % BLOCK, -cols % BLOCK
+    data = F.pad(q.data.view(torch.uint8), (0, pad_c, 0, pad_r)).view(q.data.dtype)
+    empty = (data.view(torch.uint8) & 0x7F).unflatten(1, (-1, BLOCK)).amax(-1) == 0  # [Rp, nc]
+    scale = F.pad(q.scale_inv, (0, 0, 0, pad_r), value=1.0)
+    target = scale.masked_fill(empty, 0.0).unflatten(0, (-1, BLOCK)).amax(1)  # [nr, nc]
+    target = torch.where(target > 0, target, torch.ones_like(target))
+    ratio = scale / target.repeat_interleave(BLOCK, 0)
+    ratio = ratio.masked_fill(empty, 1.0).repeat_interleave(BLOCK, 1)
+    out = cast_fp8(data.float() * ratio, q.data.dtype)[:, :cols]
+    return Quantized(out.t().contiguous(), target.t().contiguous(), (BLOCK, BLOCK))
+
+
+def requantize_t(q: Quantized) -> Quantized:
+    """Re-tiles a row-quantised [R, C] into its transpose [C, Rp] with 128x128 scales; see `requantize_t_ref`."""
+    return requantize_t_ref(q)
+
+
+# ---------------------------------------------------------------- transpose
+
+
+def transpose_ref(w: Quantized) -> Quantized:
+    """[..., R, C] -> [..., C, R], exact: square tiles (or one tile, or none) keep their scales."""
+    data = w.data.transpose(-1, -2).contiguous()
+    if w.scale_inv is None:
+        return Quantized.unscaled(data)
+    assert w.tile[0] == w.tile[1], f"only square tiles transpose exactly, got {w.tile}"
+    return Quantized(data, w.scale_inv.transpose(-1, -2).contiguous(), w.tile)
+
+
+def transpose(w: Quantized) -> Quantized:
+    """The exact transpose of a weight, made on demand for dgrad and dropped after it."""
+    return transpose_ref(w)
+
+

@@ -1,0 +1,111 @@
+"""Weight: the one home of a parameter under every recipe.
+
+Bytes and scales are buffers; what requires grad is an empty `anchor` that every Function takes, so gradients flow even when the input
+needs none (a frozen embedding still trains the layers). The gradient never passes through autograd: wgrad accumulates into `main_grad`.
+Quantised once an optimizer step by `set_`, never per use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fp8.quantize import quantize
+from fp8.quantized import Quantized
+from fp8.recipe import BLOCK, Spec
+
+
+class Weight(nn.Module):
+    """A parameter of shape [..., F, D] (or [D]) in the format of its recipe.
+
+    Attributes:
+        spec: storage format; FP8 blocks, BF16 or FP32.
+        anchor: empty Parameter; `anchor.requires_grad = False` freezes the weight.
+        main_grad: gradient of the current optimizer step, FP32 unless `grad_dtype` says otherwise; None before the first use.
+        on_grad_ready: called with the weight after its last use in a step (`num_uses` uses in each micro-batch; head and embedding
+            have two with MTP); drives gradient reduction.
+        decay: whether weight decay applies (matrices yes, norm weights no).
+        init_std: standard deviation of the initial normal; None means "ones".
+    """
+
+    def __init__(self, *shape: int, spec: Spec, init_std: float | None = 0.006, decay: bool = True, num_uses: int = 1) -> None:
+        super().__init__()
+        if spec.is_fp8:
+            for size in shape[-2:]:
+                assert size % BLOCK == 0, f"weight {shape}: {size} is not a multiple of {BLOCK}, which {spec.fmt} blocks need"
+        self.spec, self.init_std, self.decay, self.num_uses = spec, init_std, decay, num_uses
+        self.logical_shape = tuple(shape)
+        self.register_buffer("data", torch.empty(shape, dtype=spec.dtype))
+        self.register_buffer("scale_inv", None)
+        if spec.is_fp8:
+            r, c = spec.tile
+            self.scale_inv = torch.empty(*shape[:-2], -(-shape[-2] // r), -(-shape[-1] // c), dtype=torch.float32)
+        self.anchor = nn.Parameter(torch.empty(0))
+        self.main_grad: Tensor | None = None
+        self.grad_dtype = torch.float32
+        self.on_grad_ready: Callable[[Weight], None] | None = None
+        self.last_microbatch = True
+        self._uses = 0
+        self._written = False
+
+    def extra_repr(self) -> str:
+        return f"{self.logical_shape}, {self.spec.fmt}"
+
+    @property
+    def q(self) -> Quantized:
+        """What a GEMM reads, [..., F, D]."""
+        return Quantized(self.data, self.scale_inv, self.spec.tile if self.spec.is_fp8 else None)
+
+    @property
+    def numel(self) -> int:
+        return self.data.numel()
+
+    @property
+    def trainable(self) -> bool:
+        return self.anchor.requires_grad
+
+    @torch.no_grad()
+    def set_(self, value: Tensor) -> None:
+        """Takes new high-precision values [..., F, D]: the one place where a weight is quantised."""
+        assert value.shape == self.data.shape, f"{tuple(value.shape)} into {tuple(self.data.shape)}"
+        q = quantize(value, self.spec)
+        self.data.copy_(q.data)
+        if self.scale_inv is not None:
+            self.scale_inv.copy_(q.scale_inv)
+
+    def accumulate(self, write: Callable[[Tensor, bool], None]) -> None:
+        """Adds one use's gradient: calls `write(main_grad, accumulate)`; the first use of a step overwrites.
+
+        Fires `on_grad_ready` after the last use of the last micro-batch.
+        """
+        if not self.trainable:
+            return
+        if self.main_grad is None:
+            self.main_grad = torch.empty(self.data.shape, dtype=self.grad_dtype, device=self.data.device)
+        with torch.no_grad():
+            write(self.main_grad, self._written)
+        self._written = True
+        self._uses += 1
+        if self._uses % self.num_uses == 0 and self.last_microbatch and self.on_grad_ready is not None:
+            self.on_grad_ready(self)
+
+    def add_grad(self, grad: Tensor) -> None:
+        """`accumulate` for a gradient that already exists as a tensor (norm weights, router, embedding)."""
+        self.accumulate(lambda out, acc: out.add_(grad) if acc else out.copy_(grad))
+
+    def clear_grad(self) -> None:
+        """Starts a new optimizer step: the next use overwrites `main_grad`, so nothing needs zeroing."""
+        self._written, self._uses = False, 0
+
+    @property
+    def has_grad(self) -> bool:
+        return self._written
+
+
+def weights(module: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """(global name, Weight) of every parameter, in construction order: the only list optimizer, clipping, checkpoints and counts use."""
+    for name, child in module.named_modules():
+        if isinstance(child, Weight):
+            yield name, child
