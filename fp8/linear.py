@@ -11,9 +11,8 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation, make_carrier
 from fp8.gemm import gemm_nt
-from fp8.quantize import quantize, quantize_t, requantize_t, transpose
-from fp8.recipe import Recipe
-from fp8.stash import Stash, Ticket
+from fp8.quantize import requantize_t, transpose
+from fp8.stash import Stash
 from fp8.weight import Weight
 
 
@@ -26,26 +25,25 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, carrier_TD: Tensor, anchor: Tensor, x: Activation, weight: Weight, recipe: Recipe) -> Tensor:
-        ctx.ticket, ctx.weight, ctx.recipe = x.ticket.claim(), weight, recipe
+    def forward(ctx: FunctionCtx, carrier_TD: Tensor, anchor: Tensor, x: Activation, weight: Weight) -> Tensor:
+        ctx.ticket, ctx.weight = x.ticket.claim(), weight
         return gemm_nt(x.q, weight.q, dtype=carrier_TD.dtype)
 
     @staticmethod
     def backward(ctx: FunctionCtx, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
-        weight, spec = ctx.weight, ctx.recipe.gradient
-        x_q = ctx.ticket.pop()
+        weight, x_q = ctx.weight, ctx.ticket.pop()
         dx_TD = None
         if ctx.needs_input_grad[0]:
-            dx_TD = gemm_nt(quantize(dy_TF, spec), transpose(weight.q), dtype=dy_TF.dtype)
+            dx_TD = gemm_nt(weight.quantize_grad(dy_TF), transpose(weight.q), dtype=dy_TF.dtype)
         if weight.trainable:
-            dy_t, x_t = quantize_t(dy_TF, spec), requantize_t(x_q)
+            dy_t, x_t = weight.quantize_grad_t(dy_TF), requantize_t(x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
-        return dx_TD, None, None, None, None
+        return dx_TD, None, None, None
 
 
-def linear(x: Activation, weight: Weight, recipe: Recipe) -> Tensor:
+def linear(x: Activation, weight: Weight) -> Tensor:
     """x [T, D] . weight [F, D]^T -> [T, F] in the carrier's dtype; gradients as `_Linear` states."""
-    return _Linear.apply(x.carrier, weight.anchor, x, weight, recipe)
+    return _Linear.apply(x.carrier, weight.anchor, x, weight)
 
 
 def linear_ref(x_TD: Tensor, w_FD: Tensor) -> Tensor:
@@ -65,7 +63,7 @@ class _QuantizeEdge(torch.autograd.Function):
         return dx_TD
 
 
-def quantize_activation(x_TD: Tensor, recipe: Recipe, stash: Stash, name: str = "activation") -> Activation:
-    """Quantises a high-precision [T, D] that no fused kernel has quantised yet (the attention output, a forker's own layer)."""
-    q = quantize(x_TD.detach(), recipe.activation)
+def quantize_activation(x_TD: Tensor, weight: Weight, stash: Stash, name: str = "activation") -> Activation:
+    """Quantises a high-precision [T, D] for `weight` where no fused kernel has done it (attention output, a forker's own layer)."""
+    q = weight.quantize_activation(x_TD.detach())
     return Activation(q, _QuantizeEdge.apply(x_TD), stash.put(name, q))

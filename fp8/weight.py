@@ -8,35 +8,67 @@ Quantised once an optimizer step by `set_`, never per use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fp8.quantize import quantize
+from fp8.quantize import quantize, quantize_t
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK, Spec
+from fp8.recipe import BLOCK, Recipe, Spec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One contiguous part of a global tensor that this rank holds.
+
+    Attributes:
+        offset: where it starts in the global tensor.
+        local: slices of the local tensor it fills; the sizes are the same in both.
+    """
+
+    offset: tuple[int, ...]
+    local: tuple[slice, ...]
 
 
 class Weight(nn.Module):
-    """A parameter of shape [..., F, D] (or [D]) in the format of its recipe.
+    """A parameter of local shape [..., F, D] (or [D]) in the format of its recipe, and the recipe of the GEMMs that read it.
 
     Attributes:
-        spec: storage format; FP8 blocks, BF16 or FP32.
+        recipe: how this weight, the activations that meet it and the gradients of its output are represented.
         anchor: empty Parameter; `anchor.requires_grad = False` freezes the weight.
         main_grad: gradient of the current optimizer step, FP32 unless `grad_dtype` says otherwise; None before the first use.
         on_grad_ready: called with the weight after its last use in a step (`num_uses` uses in each micro-batch; head and embedding
             have two with MTP); drives gradient reduction.
         decay: whether weight decay applies (matrices yes, norm weights no).
         init_std: standard deviation of the initial normal; None means "ones".
+        expert: sharded over ep on dimension 0; its gradient is reduced over edp instead of dp.
+        tp_partial: replicated over tp but used on part of the tokens, so its gradient is summed over tp too.
+        global_shape, pieces: which parts of the global tensor the local one holds; layout-free checkpoints and initialisation read it.
+        name: global name, set by the model.
     """
 
-    def __init__(self, *shape: int, spec: Spec, init_std: float | None = 0.006, decay: bool = True, num_uses: int = 1) -> None:
+    def __init__(
+        self,
+        *shape: int,
+        recipe: Recipe,
+        init_std: float | None = 0.006,
+        decay: bool = True,
+        num_uses: int = 1,
+        expert: bool = False,
+        tp_partial: bool = False,
+        global_shape: tuple[int, ...] | None = None,
+        pieces: tuple[Piece, ...] | None = None,
+    ) -> None:
         super().__init__()
-        if spec.is_fp8:
-            for size in shape[-2:]:
-                assert size % BLOCK == 0, f"weight {shape}: {size} is not a multiple of {BLOCK}, which {spec.fmt} blocks need"
-        self.spec, self.init_std, self.decay, self.num_uses = spec, init_std, decay, num_uses
-        self.logical_shape = tuple(shape)
+        spec = recipe.weight
+        for size in shape[-2:] if spec.is_fp8 else ():
+            assert size % BLOCK == 0, f"weight {shape}: {size} is not a multiple of {BLOCK}, which {spec.fmt} blocks need"
+        self.recipe, self.init_std, self.decay, self.num_uses = recipe, init_std, decay, num_uses
+        self.expert, self.tp_partial, self.name = expert, tp_partial, ""
+        self.global_shape = tuple(shape) if global_shape is None else global_shape
+        whole = Piece((0,) * len(shape), tuple(slice(0, n) for n in shape))
+        self.pieces = (whole,) if pieces is None else pieces
         self.register_buffer("data", torch.empty(shape, dtype=spec.dtype))
         self.register_buffer("scale_inv", None)
         if spec.is_fp8:
@@ -51,7 +83,12 @@ class Weight(nn.Module):
         self._written = False
 
     def extra_repr(self) -> str:
-        return f"{self.logical_shape}, {self.spec.fmt}"
+        return f"{tuple(self.data.shape)}, {self.spec.fmt}"
+
+    @property
+    def spec(self) -> Spec:
+        """Storage format."""
+        return self.recipe.weight
 
     @property
     def q(self) -> Quantized:
@@ -65,6 +102,18 @@ class Weight(nn.Module):
     @property
     def trainable(self) -> bool:
         return self.anchor.requires_grad
+
+    def quantize_activation(self, x_TD: Tensor) -> Quantized:
+        """[T, D] as the A operand of y = x . w^T."""
+        return quantize(x_TD, self.recipe.activation)
+
+    def quantize_grad(self, dy_TF: Tensor) -> Quantized:
+        """[T, F] as the A operand of dx = dy . w."""
+        return quantize(dy_TF, self.recipe.gradient)
+
+    def quantize_grad_t(self, dy_TF: Tensor) -> Quantized:
+        """[T, F] -> [F, Tp] as the A operand of dw = dy^T . x."""
+        return quantize_t(dy_TF, self.recipe.gradient)
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
