@@ -1,0 +1,54 @@
+"""Tokenises and packs the corpus of a configuration: python -m tools.prepare_data --config configs/tiny.yaml [data.dir=...]
+
+Does nothing when the packed files are up to date with the corpus, the settings and the tokenizer.
+"""
+
+import argparse
+import sys
+import time
+
+from tqdm import tqdm
+
+from training.corpus import DataConfig, corpus_bytes
+from training.errors import exit_status
+from training.packing import SPLITS, PackedInfo, pack_corpus, packed_path, read_info, stale_reason
+from training.tokenizer import load_tokenizer
+
+
+def prepare(config: DataConfig, force: bool = False) -> dict[str, PackedInfo]:
+    """Packs the corpus unless that is done; prints what was read, skipped and written. Raises UserError."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    reason = "--force" if force else stale_reason(config, tokenizer)
+    if reason is None:
+        infos = {split: read_info(packed_path(config.dir, split)) for split in SPLITS}
+        print(f"packed data in {config.dir} is up to date")
+    else:
+        print(f"packing: {reason}")
+        start = time.perf_counter()
+        with tqdm(total=corpus_bytes(config), unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
+            infos, tally = pack_corpus(config, tokenizer, bar.update)
+        print(f"read {tally.documents:,} documents, {tally.text_bytes:,} bytes in {time.perf_counter() - start:.1f} s")
+        for line in tally.lines():
+            print(f"  {line}")
+    for split, info in infos.items():
+        ratio = info.text_bytes / max(info.num_tokens, 1)
+        print(
+            f"{packed_path(config.dir, split)}: {info.num_documents:,} documents, {info.num_tokens:,} tokens, "
+            f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
+        )
+    return infos
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from training.config import load_config
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--force", action="store_true", help="pack again even if up to date")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.seq_len=512")
+    options = parser.parse_intermixed_args(arguments)
+    prepare(load_config(options.config, options.overrides).data, options.force)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

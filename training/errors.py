@@ -1,0 +1,18 @@
+"""Mistakes of the user, as opposed to bugs: reported in one line, without a traceback, with exit status 2."""
+
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """Something the user can put right. The message names the file, key or number and what to do."""
+
+
+def exit_status(main: Callable[[], None]) -> int:
+    """Runs `main` and returns the process's exit status: 0, or 2 after printing the message of a UserError."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

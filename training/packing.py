@@ -1,0 +1,163 @@
+"""Packed token files: `NAME.bin`, the documents' tokens with EOS after each, and its description `NAME.json`.
+
+The .bin file is flat little-endian uint16 (uint32 from 65,537 tokens of vocabulary on). Both are written beside and renamed
+when whole, the description last: without a description there is no packed file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from training.corpus import DataConfig, Document, corpus_settings, read_documents
+from training.errors import UserError
+from training.readers import Tally
+from training.tokenizer import Tokenizer, write_whole
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+BATCH_CHARS = 4_000_000  # text encoded at once: enough to keep every core busy, small next to any memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedInfo:
+    """The description beside a packed file."""
+
+    format: int
+    num_tokens: int
+    num_documents: int
+    text_bytes: int  # UTF-8 bytes of all documents, without the EOS tokens: for bits per byte
+    dtype: str
+    vocab_size: int
+    eos_id: int
+    tokenizer: str  # fingerprint of the tokenizer
+    source_hash: str  # sha256 of names and texts of the documents
+    sha256: str  # of the .bin file
+    settings: dict  # corpus_settings at the time of packing
+    troubles: dict[str, int]  # what was skipped or repaired, in both splits
+
+
+def packed_path(folder: str, split: str) -> str:
+    return os.path.join(folder, f"{split}.bin")
+
+
+def read_info(path: str) -> PackedInfo:
+    """The description of the packed file `path`. Raises UserError: missing, damaged, other format, truncated."""
+    description = Path(path).with_suffix(".json")
+    if not description.is_file() or not os.path.isfile(path):
+        raise UserError(f"packed data {path} does not exist; make it with `python -m tools.prepare_data --config ...`")
+    try:
+        fields = json.loads(description.read_text(encoding="utf-8"))
+        if fields["format"] != FORMAT:
+            raise UserError(f"{description} has format {fields['format']}, this version reads {FORMAT}; prepare it again")
+        info = PackedInfo(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{description} is damaged ({error}); delete it and prepare the data again") from error
+    size, expected = os.path.getsize(path), info.num_tokens * np.dtype(info.dtype).itemsize
+    if size != expected:
+        raise UserError(f"{path} has {size} bytes but its description says {expected}: truncated or foreign; prepare it again")
+    return info
+
+
+def stale_reason(config: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """Why the packed files of `config` must be made (again); None when they are up to date."""
+    for split in SPLITS:
+        path = packed_path(config.dir, split)
+        try:
+            info = read_info(path)
+        except UserError as error:
+            return str(error) if os.path.exists(path) else f"{path} does not exist"
+        if info.tokenizer != tokenizer.fingerprint:
+            return f"{path} was packed by tokenizer {info.tokenizer[:12]}, not by {tokenizer.fingerprint[:12]}"
+        now = json.loads(json.dumps(corpus_settings(config)))
+        changed = [name for name in now if info.settings.get(name) != now[name]]
+        if changed:
+            return f"{path} was packed from another corpus ({', '.join(changed)} differ)"
+    return None
+
+
+def pack_corpus(
+    config: DataConfig, tokenizer: Tokenizer, progress: Callable[[int], None] = lambda text_bytes: None
+) -> tuple[dict[str, PackedInfo], Tally]:
+    """Tokenises the corpus into `config.dir`/{train,validation}.{bin,json}. One pass, bounded memory.
+
+    `progress` is called with the bytes of text done since its last call. Raises UserError when the corpus is missing or
+    empty or the disk is full; packed files of before stay in place until the new ones are whole.
+    """
+    tally = Tally()
+    settings = corpus_settings(config)
+    writers = {split: _Writer(packed_path(config.dir, split), tokenizer) for split in SPLITS}
+    try:
+        for document in read_documents(config, tally):
+            progress(writers[document.split].add(document))
+        for writer in writers.values():
+            progress(writer.flush())
+        infos = {split: writer.finish(settings, dict(tally.troubles)) for split, writer in writers.items()}
+    except OSError as error:
+        raise UserError(f"cannot write packed data in {config.dir}: {error.strerror or error}") from error
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    return infos, tally
+
+
+class _Writer:
+    """Collects documents, encodes them in batches, appends their tokens to `path`.partial."""
+
+    def __init__(self, path: str, tokenizer: Tokenizer) -> None:
+        self.path, self.partial, self.tokenizer = path, f"{path}.partial", tokenizer
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self.texts: list[str] = []
+        self.chars = self.num_tokens = self.num_documents = self.text_bytes = self.flushed_bytes = 0
+        self.source_hash, self.sha256 = hashlib.sha256(), hashlib.sha256()
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self.file = open(self.partial, "wb")
+        except OSError as error:
+            raise UserError(f"cannot write {self.partial}: {error.strerror or error}") from error
+
+    def add(self, document: Document) -> int:
+        """Takes a document; returns the bytes of text that were encoded on this occasion."""
+        raw = document.text.encode()
+        self.texts.append(document.text)
+        self.chars += len(document.text)
+        self.text_bytes += len(raw)
+        self.source_hash.update(f"{document.key}\0{len(raw)}\0".encode("utf-8", "surrogateescape"))
+        self.source_hash.update(raw)
+        return self.flush() if self.chars >= BATCH_CHARS else 0
+
+    def flush(self) -> int:
+        for ids in self.tokenizer.encode_batch(self.texts):
+            tokens = np.array([*ids, self.tokenizer.eos_id], dtype=self.dtype)
+            self.num_tokens += len(tokens)
+            self.sha256.update(tokens.data)
+            self.file.write(tokens.data)
+        self.num_documents += len(self.texts)
+        self.texts, self.chars = [], 0
+        done, self.flushed_bytes = self.text_bytes - self.flushed_bytes, self.text_bytes
+        return done
+
+    def finish(self, settings: dict, troubles: dict[str, int]) -> PackedInfo:
+        info = PackedInfo(
+            format=FORMAT, num_tokens=self.num_tokens, num_documents=self.num_documents, text_bytes=self.text_bytes,
+            dtype=self.dtype.str, vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id,
+            tokenizer=self.tokenizer.fingerprint, source_hash=self.source_hash.hexdigest(),
+            sha256=self.sha256.hexdigest(), settings=settings, troubles=troubles,
+        )  # fmt: skip
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        description = Path(self.path).with_suffix(".json")
+        description.unlink(missing_ok=True)  # an old description must never stand beside new tokens
+        os.replace(self.partial, self.path)
+        write_whole(str(description), (json.dumps(asdict(info), indent=1) + "\n").encode())
+        return info
+
+    def discard(self) -> None:
+        """Removes what `finish` has not renamed."""
+        self.file.close()
+        Path(self.partial).unlink(missing_ok=True)
