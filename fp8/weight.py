@@ -25,10 +25,13 @@ class Piece:
     Attributes:
         offset: where it starts in the global tensor.
         local: slices of the local tensor it fills; the sizes are the same in both.
+        replicas: number of (consecutive) tp ranks that hold this same part; KV heads fewer than tp. 1 also for a weight that tp
+            does not split at all.
     """
 
     offset: tuple[int, ...]
     local: tuple[slice, ...]
+    replicas: int = 1
 
 
 class Weight(nn.Module):

@@ -1,0 +1,262 @@
+"""Collectives of tensors and of Quantized on an Axis; each returns its input on a solo axis. The only callers of torch.distributed.
+
+FP8 travels as uint8 views (gloo refuses float8). A row-tiled Quantized travels as one buffer: each row's bytes and, behind them, its
+scales, one byte each: a power of two is its exponent (E8M0), so nothing is lost.
+
+Shapes: R rows, C columns, B bytes of one packed row, n ranks of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8.quantize import quantize
+from fp8.quantized import TENSORWISE, Quantized
+from fp8.recipe import BLOCK, Spec
+from parallel.mesh import Axis
+from parallel.traffic import FORMAT_NAMES
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renames these two; 2.11 knows the old names only
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _wire(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 and x.is_floating_point() else x
+
+
+class Pending:
+    """A collective in flight. `wait()` returns its result; on CUDA only the stream waits."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None, axis: Axis, kind: str) -> None:
+        self._result, self._work, self._axis, self._kind = result, work, axis, kind
+
+    def wait(self) -> Tensor:
+        """The result. The time counted is what compute has not hidden."""
+        if self._work is not None:
+            with self._axis.traffic.clock(self._kind, self._result.device):
+                self._work.wait()
+            self._work = None
+        return self._result
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def start_all_reduce(x: Tensor, axis: Axis, kind: str, op: str = "sum") -> Pending:
+    """Reduces `x` in place; the same bits arrive on every rank."""
+    if axis.size == 1:
+        return Pending(x, None, axis, kind)
+    axis.traffic.add(kind, FORMAT_NAMES[x.dtype], 2 * x.nbytes * (axis.size - 1) // axis.size)
+    return Pending(x, dist.all_reduce(x, OPS[op], group=axis.group, async_op=True), axis, kind)
+
+
+def all_reduce(x: Tensor, axis: Axis, kind: str, op: str = "sum") -> Tensor:
+    """`start_all_reduce`, waited for."""
+    return start_all_reduce(x, axis, kind, op).wait()
+
+
+def start_all_gather(x: Tensor, axis: Axis, kind: str, fmt: str | None = None) -> Pending:
+    """[m, ...] -> [n * m, ...], parts in rank order. `fmt` names what the bytes of a packed buffer are."""
+    if axis.size == 1:
+        return Pending(x, None, axis, kind)
+    x = x.contiguous()
+    out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    axis.traffic.add(kind, fmt or FORMAT_NAMES[x.dtype], x.nbytes * (axis.size - 1))
+    return Pending(out, _gather(_wire(out), _wire(x), group=axis.group, async_op=True), axis, kind)
+
+
+def all_gather(x: Tensor, axis: Axis, kind: str, fmt: str | None = None) -> Tensor:
+    """`start_all_gather`, waited for."""
+    return start_all_gather(x, axis, kind, fmt).wait()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, kind: str) -> Pending:
+    """[n * m, ...] -> this rank's [m, ...] of the sum over ranks, in x's dtype."""
+    if axis.size == 1:
+        return Pending(x, None, axis, kind)
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows do not split over {axis.size} ranks"
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    axis.traffic.add(kind, FORMAT_NAMES[x.dtype], x.nbytes * (axis.size - 1) // axis.size)
+    return Pending(out, _scatter(out, x.contiguous(), group=axis.group, async_op=True), axis, kind)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, kind: str, wire: Spec | None = None) -> Tensor:
+    """[n * m, ...] -> this rank's [m, ...] of the sum over ranks.
+
+    Args:
+        wire: an FP8 spec sends FP8 and sums in FP32 (one rounding for any number of ranks); None reduces in x's dtype.
+    """
+    if axis.size == 1 or wire is None or not wire.is_fp8:
+        return start_reduce_scatter(x, axis, kind).wait()
+    rows = x.shape[0] // axis.size
+    q = start_exchange(quantize(x, wire), axis, kind, [rows] * axis.size, [rows] * axis.size).wait()
+    return q.dequantize().unflatten(0, (axis.size, rows)).sum(0).to(x.dtype)
+
+
+def start_all_to_all(
+    x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None
+) -> Pending:
+    """[sum(send), ...] -> [sum(recv), ...]: rows in rank order; counts may be uneven and zero."""
+    if axis.size == 1:
+        return Pending(x, None, axis, kind)
+    x = x.contiguous()
+    assert x.shape[0] == sum(send), f"{x.shape[0]} rows, but the counts to send sum to {sum(send)}"
+    out = x.new_empty(sum(recv), *x.shape[1:])
+    row_bytes = x[0].nbytes if x.shape[0] else 0
+    axis.traffic.add(kind, fmt or FORMAT_NAMES[x.dtype], row_bytes * (sum(send) - send[axis.rank]))
+    work = dist.all_to_all_single(_wire(out), _wire(x), list(recv), list(send), group=axis.group, async_op=True)
+    return Pending(out, work, axis, kind)
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None
+) -> Tensor:
+    """`start_all_to_all`, waited for."""
+    return start_all_to_all(x, axis, kind, send, recv, fmt).wait()
+
+
+def broadcast(x: Tensor, axis: Axis, kind: str, source: int = 0) -> Tensor:
+    """Overwrites `x` with that of rank `source` of the axis."""
+    if axis.size > 1:
+        if axis.rank == source:
+            axis.traffic.add(kind, FORMAT_NAMES[x.dtype], x.nbytes)
+        with axis.traffic.clock(kind, x.device):
+            dist.broadcast(_wire(x), group=axis.group, group_src=source)
+    return x
+
+
+# ---------------------------------------------------------------- rows of a Quantized as bytes
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How one row of a Quantized lies in bytes: data, then one exponent byte a scale, then padding.
+
+    Padding is to 16 bytes (a vector load) from 1 KiB on and to 4 below, where 16 would cost more than it gains.
+    """
+
+    dtype: torch.dtype
+    cols: int
+    tile: tuple[int, int] | None
+    extra: int = 0  # bytes of the caller's own between data and scales; a multiple of 4
+
+    @staticmethod
+    def of(q: Quantized, extra: int = 0) -> RowFormat:
+        """The format of q's rows.
+
+        Raises:
+            AssertionError: q's tiles span several rows, so its rows cannot travel alone.
+        """
+        assert q.tile in (None, TENSORWISE) or q.tile[0] == 1, f"tiles {q.tile} span several rows"
+        return RowFormat(q.data.dtype, q.shape[-1], q.tile, extra)
+
+    @property
+    def data_bytes(self) -> int:
+        return self.cols * self.dtype.itemsize
+
+    @property
+    def num_scales(self) -> int:
+        return 0 if self.tile is None or self.tile == TENSORWISE else -(-self.cols // self.tile[1])
+
+    @property
+    def row_bytes(self) -> int:
+        size = self.data_bytes + self.extra + self.num_scales
+        align = 16 if self.data_bytes >= 1024 else 4
+        return -(-size // align) * align
+
+
+def exponent_bytes(scale_inv: Tensor) -> Tensor:
+    """Power-of-two fp32 scales -> uint8 exponents (E8M0). Exact: `scale_from_bytes` inverts it."""
+    return (scale_inv.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def scale_from_bytes(exponents: Tensor) -> Tensor:
+    """uint8 exponents -> fp32 powers of two."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
+
+
+def pack_rows(q: Quantized, extra_RX: Tensor | None = None) -> Tensor:
+    """Rows of q [R, C] (1x128 power-of-two tiles, tensorwise or unscaled) as uint8 [R, B].
+
+    Args:
+        extra_RX: bytes that travel with each row (uint8 [R, X], X a multiple of 4).
+    """
+    form = RowFormat.of(q, 0 if extra_RX is None else extra_RX.shape[1])
+    rows = q.shape[0]
+    out = torch.empty(rows, form.row_bytes, dtype=torch.uint8, device=q.device)
+    end = form.data_bytes
+    out[:, :end] = q.data.contiguous().view(torch.uint8).view(rows, end)
+    if extra_RX is not None:
+        out[:, end : end + form.extra] = extra_RX
+        end += form.extra
+    if form.num_scales:
+        out[:, end : end + form.num_scales] = exponent_bytes(q.scale_inv)
+        end += form.num_scales
+    out[:, end:] = 0
+    return out
+
+
+def unpack_rows(buffer_RB: Tensor, form: RowFormat, scale_inv: Tensor | None = None) -> tuple[Quantized, Tensor]:
+    """uint8 [R, B] -> (Quantized [R, C], the extra bytes [R, X]). A tensorwise `scale_inv` does not travel: pass it."""
+    end = form.data_bytes
+    data = buffer_RB[:, :end].contiguous().view(form.dtype)
+    extra = buffer_RB[:, end : end + form.extra]
+    if form.tile is None:
+        return Quantized.unscaled(data), extra
+    if form.num_scales:
+        exponents = buffer_RB[:, end + form.extra : end + form.extra + form.num_scales]
+        scale_inv = scale_from_bytes(exponents.t().contiguous()).t()  # column-major, as the GEMM reads it
+    return Quantized(data, scale_inv, form.tile), extra
+
+
+class PendingRows:
+    """Rows of a Quantized in flight."""
+
+    def __init__(self, pending: Pending, form: RowFormat, scale_inv: Tensor | None) -> None:
+        self._pending, self._form, self._scale_inv = pending, form, scale_inv
+
+    def wait(self) -> Quantized:
+        """The arrived rows."""
+        return unpack_rows(self._pending.wait(), self._form, self._scale_inv)[0]
+
+
+class _Arrived:
+    def __init__(self, q: Quantized) -> None:
+        self._q = q
+
+    def wait(self) -> Quantized:
+        return self._q
+
+
+def start_all_gather_rows(q: Quantized, axis: Axis, kind: str) -> PendingRows | _Arrived:
+    """q [m, C] -> [n * m, C], payload and scales in one collective. A tensorwise scale must already be the axis's common one."""
+    if axis.size == 1:
+        return _Arrived(q)
+    form = RowFormat.of(q)
+    return PendingRows(start_all_gather(pack_rows(q), axis, kind, FORMAT_NAMES[form.dtype]), form, q.scale_inv)
+
+
+def all_gather_rows(q: Quantized, axis: Axis, kind: str) -> Quantized:
+    """`start_all_gather_rows`, waited for."""
+    return start_all_gather_rows(q, axis, kind).wait()
+
+
+def start_exchange(
+    q: Quantized, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int]
+) -> PendingRows | _Arrived:
+    """All-to-all of q's rows, payload and scales in one collective."""
+    if axis.size == 1:
+        return _Arrived(q)
+    form = RowFormat.of(q)
+    pending = start_all_to_all(pack_rows(q), axis, kind, send, recv, FORMAT_NAMES[form.dtype])
+    return PendingRows(pending, form, q.scale_inv)
+
+
+assert BLOCK == 128  # RowFormat's ratio claims (docs/parallelism.md) rest on it

@@ -1,0 +1,191 @@
+"""Gradient reduction over replicas, overlapped with backward; and the one global gradient norm.
+
+    dense weights            summed over dp
+    expert weights           summed over edp (each rank already has the tokens of all ranks of its ep axis)
+    tp_partial weights       summed over world: norms, router, QK-norm see only their tp rank's tokens or heads
+    replicated pieces        KV heads shared by several tp ranks: summed over those ranks first, then over dp
+
+The loss is normalised by the global count of valid tokens, so sums are right and nothing is divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8.weight import Piece, Weight
+from parallel.collectives import Pending, all_reduce, start_all_reduce
+from parallel.mesh import Axis, Mesh
+
+KIND = "gradients"
+
+
+def reduce_axis(weight: Weight, mesh: Mesh) -> Axis:
+    """The ranks over which a weight's gradient is summed."""
+    if weight.expert:
+        return mesh.edp
+    return mesh.world if weight.tp_partial else mesh.dp
+
+
+def sum_replicas(weight: Weight, tp: Axis) -> None:
+    """Sums the pieces that several tp ranks hold (consecutive ones, `piece.replicas` each) over their holders, in place.
+
+    One all-reduce over tp of a buffer with a slot for each distinct piece: no process group of its own for a few rows.
+    """
+    for piece in weight.pieces:
+        if piece.replicas > 1:
+            own = weight.main_grad[piece.local]
+            slots = own.new_zeros(tp.size // piece.replicas, *own.shape)
+            slots[tp.rank // piece.replicas] = own
+            own.copy_(all_reduce(slots, tp, KIND)[tp.rank // piece.replicas])
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients of one axis and dtype that travel in one all-reduce. `main_grad` of each weight is a view of `flat`."""
+
+    axis: Axis
+    flat: Tensor
+    weights: list[Weight]
+    wire_dtype: torch.dtype
+    missing: int = 0
+    pending: Pending | None = None
+    on_wire: Tensor | None = field(default=None, repr=False)
+
+    def launch(self) -> None:
+        self.on_wire = self.flat if self.wire_dtype == self.flat.dtype else self.flat.to(self.wire_dtype)
+        self.pending = start_all_reduce(self.on_wire, self.axis, KIND)
+
+    def finish(self) -> None:
+        self.pending.wait()
+        if self.on_wire is not self.flat:
+            self.flat.copy_(self.on_wire)
+        self.pending = self.on_wire = None
+
+
+class GradReducer:
+    """Sums gradients over replicas while backward still runs.
+
+    Buckets are built once, in reverse construction order (about the order in which backward finishes weights), and launched strictly
+    in that order, so that every rank issues the same collectives whatever order its gradients come in.
+
+    Args:
+        named_weights: all weights of the model; frozen ones are left out.
+        bucket_bytes: gradient bytes of one all-reduce. A larger weight has a bucket of its own.
+        wire_dtype: FP32, or BF16 for half the bytes (rounded once before the sum, and by the sum).
+    """
+
+    def __init__(
+        self,
+        named_weights: Iterable[tuple[str, Weight]],
+        mesh: Mesh,
+        bucket_bytes: int = 64 << 20,
+        wire_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._mesh = mesh
+        self._weights = [w for _, w in named_weights if w.trainable]
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Weight, _Bucket] = {}
+        self._done: set[Weight] = set()
+        self._next = 0
+        open_buckets: dict[tuple[int, torch.dtype], list[Weight]] = {}
+        for weight in reversed(self._weights):
+            weight.on_grad_ready = self._ready
+            axis = reduce_axis(weight, mesh)
+            if axis.size == 1:
+                continue
+            key = (id(axis), weight.grad_dtype)
+            group = open_buckets.setdefault(key, [])
+            if group and _grad_bytes([*group, weight]) > bucket_bytes:
+                self._close(group, axis, wire_dtype)
+                group.clear()
+            group.append(weight)
+        for group in open_buckets.values():
+            self._close(group, reduce_axis(group[0], mesh), wire_dtype)
+        self._restart()
+
+    def _close(self, group: Sequence[Weight], axis: Axis, wire_dtype: torch.dtype) -> None:
+        first = group[0]
+        flat = torch.zeros(sum(w.numel for w in group), dtype=first.grad_dtype, device=first.data.device)
+        bucket, start = _Bucket(axis, flat, list(group), wire_dtype), 0
+        for weight in group:
+            view = flat[start : start + weight.numel].view(weight.data.shape)
+            if weight.main_grad is not None:
+                view.copy_(weight.main_grad)
+            weight.main_grad = view
+            start += weight.numel
+            self._bucket_of[weight] = bucket
+        self._buckets.append(bucket)
+
+    def _restart(self) -> None:
+        self._done.clear()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.weights)
+
+    def _ready(self, weight: Weight) -> None:
+        assert weight not in self._done, f"{weight.name or weight}: more uses in a step than num_uses = {weight.num_uses}"
+        self._done.add(weight)
+        if any(piece.replicas > 1 for piece in weight.pieces):
+            sum_replicas(weight, self._mesh.tp)
+        bucket = self._bucket_of.get(weight)
+        if bucket is not None:
+            bucket.missing -= 1
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._buckets[self._next].launch()
+            self._next += 1
+
+    def finish(self) -> None:
+        """Waits for all sums; every trainable weight then holds its global gradient.
+
+        A weight that this rank did not use in the step counts as zero, so that all ranks issue the same collectives and the
+        optimizer treats it the same on every rank.
+        """
+        for weight in reversed(self._weights):
+            if weight not in self._done:
+                if not weight.has_grad:
+                    weight.accumulate(_write_zeros)
+                if weight not in self._done:
+                    self._ready(weight)
+        for bucket in self._buckets:
+            bucket.finish()
+        self._restart()
+
+
+def _write_zeros(out: Tensor, accumulate: bool) -> None:
+    if not accumulate:
+        out.zero_()
+
+
+def _grad_bytes(group: Sequence[Weight]) -> int:
+    return sum(w.numel * w.grad_dtype.itemsize for w in group)
+
+
+def _owned(weight: Weight, mesh: Mesh) -> Callable[[Piece], bool]:
+    """Whether this rank is the one that counts a piece; each distinct part of the model has exactly one such rank."""
+    if weight.expert:
+        return lambda piece: mesh.edp.rank == 0
+    sharded = tuple(weight.data.shape) != tuple(weight.global_shape)
+    return lambda piece: mesh.dp.rank == 0 and (mesh.tp.rank % piece.replicas == 0 if sharded else mesh.tp.rank == 0)
+
+
+def global_grad_norm(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh) -> Tensor:
+    """L2 norm of the whole model's gradient, 0-dim fp32, the same bits on every rank; call it after `GradReducer.finish`.
+
+    Each distinct part of a weight is counted by one rank, then one all-reduce over the world: replicas count once, shards add up,
+    and a rank without a token contributes its zeros.
+    """
+    squares, device = [], None
+    for _, weight in named_weights:
+        device = weight.data.device
+        if weight.trainable and weight.has_grad:
+            owned = _owned(weight, mesh)
+            squares += [weight.main_grad[p.local].float().square().sum() for p in weight.pieces if owned(p)]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    return all_reduce(total, mesh.world, "norm").sqrt()

@@ -1,0 +1,173 @@
+"""Who talks to whom. world = dp x tp with tp innermost; ep spans consecutive ranks of the whole world; edp = world / ep.
+
+    rank     0   1   2   3   4   5   6   7        tp = 2, ep = 4
+    tp      (0   1) (0   1) (0   1) (0   1)       one model's layers; sequence parallel too
+    dp       0       1       2       3            replicas of dense weights: ranks with the same tp rank
+    ep      (0   1   2   3) (0   1   2   3)       one set of experts
+    edp      0               1                    replicas of experts: ranks with the same ep rank
+
+A layer takes the `Axis` it communicates on. `Axis.solo()` turns each collective into a no-op, so layers never ask for sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.traffic import Traffic
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Some ranks that communicate.
+
+    Attributes:
+        group: torch process group; None on a solo axis.
+        rank: this process within the axis.
+        size: number of ranks.
+        traffic: where collectives on this axis count their bytes.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    traffic: Traffic = field(default_factory=Traffic, repr=False)
+
+    @staticmethod
+    def solo(traffic: Traffic | None = None) -> Axis:
+        """An axis of one rank: every collective on it returns its input."""
+        return Axis(None, 0, 1, traffic if traffic is not None else Traffic())
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The axes of one process.
+
+    Attributes:
+        tp: ranks that split dense layers (and, under sequence parallel, the tokens between them).
+        ep: ranks that split the experts.
+        dp: replicas of dense weights.
+        edp: replicas of expert weights.
+        world: everybody.
+        sequence_parallel: tokens between the dense layers are split over tp; off, they are replicated.
+    """
+
+    tp: Axis
+    ep: Axis
+    dp: Axis
+    edp: Axis
+    world: Axis
+    sequence_parallel: bool = True
+    traffic: Traffic = field(default_factory=Traffic, repr=False)
+
+    @staticmethod
+    def solo() -> Mesh:
+        """One process, no communication."""
+        traffic = Traffic()
+        return Mesh(*(Axis.solo(traffic) for _ in range(5)), traffic=traffic)
+
+
+def check_layout(
+    world: int,
+    tp: int,
+    ep: int,
+    *,
+    num_experts: int | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    tokens: int | None = None,
+    widths: Mapping[str, int] | None = None,
+    block: int = 1,
+) -> list[str]:
+    """Reasons why a layout cannot run, each with both numbers; empty when it can. Needs no process group.
+
+    Args:
+        num_experts, num_heads, num_kv_heads: of the model, where known.
+        tokens: of one micro-batch on one dp rank; tp splits them.
+        widths: name -> size of each dimension that tp splits (FFN and vocabulary widths).
+        block: what a split width must be a multiple of: 128 in the FP8 recipes, else 1.
+    """
+    problems = [f"{name} = {n} must be at least 1" for name, n in (("world", world), ("tp", tp), ("ep", ep)) if n < 1]
+    if problems:
+        return problems
+
+    def divides(part: int, name: str, whole: int | None, what: str) -> None:
+        if whole is not None and whole % part:
+            problems.append(f"{what} {whole} is not a multiple of {name} {part}")
+
+    divides(tp, "tp", world, "world size")
+    divides(ep, "ep", world, "world size")
+    divides(ep, "ep", num_experts, "num_experts")
+    divides(tp, "tp", num_heads, "num_attention_heads")
+    divides(tp, "tp", tokens, "tokens of a micro-batch")
+    if num_kv_heads is not None and num_kv_heads % tp and tp % num_kv_heads:
+        problems.append(f"num_key_value_heads {num_kv_heads} and tp {tp}: neither is a multiple of the other")
+    for name, width in (widths or {}).items():
+        if width % tp:
+            problems.append(f"{name} {width} is not a multiple of tp {tp}")
+        elif width // tp % block:
+            problems.append(f"{name} {width} / tp {tp} = {width // tp} is not a multiple of {block}")
+    return problems
+
+
+def _axis(rank: int, members: list[list[int]], traffic: Traffic) -> Axis:
+    """The axis of `rank` among `members`. Every process makes every group, in the same order, as torch requires."""
+    mine = Axis.solo(traffic)
+    for ranks in members:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                mine = Axis(group, ranks.index(rank), len(ranks), traffic)
+    return mine
+
+
+def build_mesh(
+    tp: int = 1,
+    ep: int = 1,
+    device: torch.device | str = "cpu",
+    sequence_parallel: bool = True,
+    timeout_s: float = 600.0,
+    timed: bool = False,
+) -> Mesh:
+    """The mesh of this process, from torchrun's environment or an initialised torch.distributed.
+
+    Args:
+        device: of the tensors that will travel: gloo for "cpu", NCCL (and gloo for CPU tensors) for "cuda".
+        timed: measure time per kind of collective too.
+
+    Raises:
+        ValueError: the layout is impossible; raised before any process group is made.
+    """
+    ready = dist.is_initialized()
+    world = dist.get_world_size() if ready else int(os.environ.get("WORLD_SIZE", "1"))
+    problems = check_layout(world, tp, ep)
+    if problems:
+        raise ValueError("impossible layout: " + "; ".join(problems))
+    if world == 1:
+        mesh = Mesh.solo()
+        mesh.traffic.timed = timed
+        return mesh
+    if not ready:
+        device = torch.device(device)
+        if device.type == "cuda":
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=timeout_s), device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    rank, traffic = dist.get_rank(), Traffic(timed)
+    consecutive = lambda n: [list(range(i, i + n)) for i in range(0, world, n)]  # noqa: E731
+    strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
+    members = (consecutive(tp), consecutive(ep), strided(tp), strided(ep), consecutive(world))
+    axes = [_axis(rank, ranks, traffic) for ranks in members]
+    return Mesh(*axes, sequence_parallel=sequence_parallel, traffic=traffic)
+
+
+def close_mesh() -> None:
+    """Leaves torch.distributed, if this process entered it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

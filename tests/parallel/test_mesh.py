@@ -1,0 +1,63 @@
+"""Layouts: which ranks form which axis, and which layouts are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from parallel.mesh import Mesh, build_mesh, check_layout
+from tests.helpers import run_ranks
+
+
+def members_by_layout(rank: int, size: int) -> dict:
+    seen = {}
+    for tp, ep in ((1, 1), (2, 1), (1, 2), (2, 4), (2, 2), (4, 4)):
+        mesh = build_mesh(tp, ep)
+        for name in ("tp", "ep", "dp", "edp", "world"):
+            axis = getattr(mesh, name)
+            ranks = [None] * axis.size
+            if axis.size > 1:
+                dist.all_gather_object(ranks, rank, group=axis.group)
+            else:
+                ranks = [rank]
+            assert ranks[axis.rank] == rank
+            seen[tp, ep, name] = ranks
+    return seen
+
+
+@pytest.mark.distributed
+def test_axes_hold_the_documented_ranks() -> None:
+    seen = run_ranks(4, members_by_layout)
+    for rank, axes in enumerate(seen):
+        for tp, ep in ((1, 1), (2, 1), (1, 2), (2, 4), (2, 2), (4, 4)):
+            assert axes[tp, ep, "tp"] == [r for r in range(4) if r // tp == rank // tp]
+            assert axes[tp, ep, "dp"] == [r for r in range(4) if r % tp == rank % tp]
+            assert axes[tp, ep, "ep"] == [r for r in range(4) if r // ep == rank // ep]
+            assert axes[tp, ep, "edp"] == [r for r in range(4) if r % ep == rank % ep]
+            assert axes[tp, ep, "world"] == [0, 1, 2, 3]
+
+
+def test_solo_mesh_has_one_rank_on_each_axis() -> None:
+    mesh = Mesh.solo()
+    assert {axis.size for axis in (mesh.tp, mesh.ep, mesh.dp, mesh.edp, mesh.world)} == {1}
+
+
+def test_impossible_layouts_name_both_numbers() -> None:
+    problems = check_layout(
+        6, 4, 4, num_experts=10, num_heads=6, num_kv_heads=3, tokens=130, widths={"shared width": 512, "vocab": 130}, block=128
+    )
+    for pair in (("6", "4"), ("10", "4"), ("3", "4"), ("130", "4")):
+        assert any(all(number in p for number in pair) for p in problems), (pair, problems)
+    assert check_layout(8, 2, 4, num_experts=8, num_heads=4, num_kv_heads=1, tokens=64, widths={"w": 256}, block=128) == []
+
+
+def test_a_width_that_breaks_blocks_is_refused_with_both_numbers() -> None:
+    (problem,) = check_layout(8, 8, 1, widths={"moe_intermediate_size": 512}, block=128)
+    assert "512" in problem and "tp 8" in problem and "64" in problem and "128" in problem
+
+
+def test_build_mesh_refuses_before_any_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="6.*4"):
+        build_mesh(tp=4)
+    assert not dist.is_initialized()
