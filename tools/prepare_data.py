@@ -1,4 +1,6 @@
-"""Tokenises and packs the corpus of a configuration: python -m tools.prepare_data --config configs/tiny.yaml [data.dir=...]
+"""Tokenises and packs the corpus of a configuration.
+
+    python -m tools.prepare_data --config configs/tiny.yaml [data.dir=...]
 
 Does nothing when the packed files are up to date with the corpus, the settings and the tokenizer.
 """
@@ -12,12 +14,13 @@ from tqdm import tqdm
 from training.corpus import DataConfig, corpus_bytes
 from training.errors import exit_status
 from training.packing import SPLITS, PackedInfo, pack_corpus, packed_path, read_info, stale_reason
-from training.tokenizer import load_tokenizer
+from training.tokenizer import check_vocab, load_tokenizer
 
 
-def prepare(config: DataConfig, force: bool = False) -> dict[str, PackedInfo]:
+def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> dict[str, PackedInfo]:
     """Packs the corpus unless that is done; prints what was read, skipped and written. Raises UserError."""
     tokenizer = load_tokenizer(config.tokenizer)
+    check_vocab(tokenizer, model_vocab_size)
     reason = "--force" if force else stale_reason(config, tokenizer)
     if reason is None:
         infos = {split: read_info(packed_path(config.dir, split)) for split in SPLITS}
@@ -47,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--force", action="store_true", help="pack again even if up to date")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.seq_len=512")
     options = parser.parse_intermixed_args(arguments)
-    prepare(load_config(options.config, options.overrides).data, options.force)
+    config = load_config(options.config, options.overrides)
+    prepare(config.data, config.model.vocab_size, options.force)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Trains the tokenizer of a configuration: python -m tools.train_tokenizer --config configs/tiny.yaml [data.vocab_size=4096]
+"""Trains the tokenizer of a configuration.
+
+    python -m tools.train_tokenizer --config configs/tiny.yaml [data.vocab_size=4096]
 
 Reads the training part of the corpus only. A tokenizer that exists is kept.
 """
@@ -41,13 +43,13 @@ def make_tokenizer(config: DataConfig, force: bool = False) -> Tokenizer:
         tokenizer = load_tokenizer(config.tokenizer)
         if config.tokenizer.endswith(".model") and tokenizer.vocab_size != config.vocab_size:
             raise UserError(
-                f"{config.tokenizer} has {tokenizer.vocab_size} tokens but data.vocab_size={config.vocab_size}: choose another "
-                "data.tokenizer to train a new one, set data.vocab_size to keep it, or pass --force to replace it"
+                f"{config.tokenizer} has {tokenizer.vocab_size} tokens but data.vocab_size={config.vocab_size}: set "
+                "data.vocab_size to keep it, choose another data.tokenizer to train one there, or --force to replace it"
             )
         print(f"tokenizer {config.tokenizer} exists: {tokenizer.vocab_size} tokens, {tokenizer.fingerprint[:12]}")
         return tokenizer
     if not config.tokenizer.endswith(".model"):
-        raise UserError(f"tokenizer {config.tokenizer} does not exist, and only sentencepiece .model files can be trained here")
+        raise UserError(f"tokenizer {config.tokenizer} does not exist; only a sentencepiece .model can be trained here")
     tally, start = Tally(), time.perf_counter()
     tokenizer = train_tokenizer(training_texts(config, tally), config.vocab_size, config.tokenizer)
     print(

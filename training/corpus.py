@@ -1,7 +1,7 @@
 """Where text comes from: a stream of documents out of the standard library, local files or the Hugging Face hub.
 
-Ugly input never stops a run and never vanishes unseen: it is skipped or repaired, and counted in a `Tally` with the first
-file and line. Only input that leaves nothing to train on (no such file, no document) raises UserError.
+Ugly input never stops a run and never vanishes unseen: it is skipped or repaired, and counted in a `Tally` with the
+first file and line. Only input that leaves nothing to train on (no such file, no document) raises UserError.
 """
 
 import glob
@@ -93,7 +93,8 @@ def read_documents(config: DataConfig, tally: Tally) -> Iterator[Document]:
             return
     if tally.documents == 0:
         reasons = "; ".join(tally.lines()) or "nothing was read"
-        raise UserError(f"no document in the corpus (data.source={config.source} {_place(config)}): {reasons}")
+        place = config.hub_name or " ".join(config.paths) or sysconfig.get_path("stdlib")
+        raise UserError(f"no document in the corpus (data.source={config.source}, {place}): {reasons}")
 
 
 def corpus_files(config: DataConfig) -> list[tuple[str, str, str | None]]:

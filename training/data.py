@@ -1,9 +1,9 @@
 """Training and validation batches out of packed token files.
 
-The data order is a pure function of (seed, consumed samples): nothing else is stored, so a resume is exact, any number of
-times, across epochs, and with another number of ranks. Sample i is tokens[i*S : i*S + S + 1]: S inputs and, one further, S
-labels. Epoch e visits all samples in the order `epoch_order(num_samples, seed, e)`; an optimizer step takes the next
-`global_batch` samples, across the end of an epoch if need be. Micro-batch m of rank r holds, of those, the
+The data order is a pure function of (seed, consumed samples): nothing else is stored, so a resume is exact, any number
+of times, across epochs, and with another number of ranks. Sample i is tokens[i*S : i*S + S + 1]: S inputs and, one
+further, S labels. Epoch e visits all samples in the order `epoch_order(num_samples, seed, e)`; an optimizer step takes
+the next `global_batch` samples, across the end of an epoch if need be. Micro-batch m of rank r holds, of those, the
 `micro_batch` samples from (m * num_ranks + r) * micro_batch on.
 
 Shape suffixes: N all tokens, B samples of a micro-batch, S tokens of a sequence, G samples of a global batch.
@@ -62,8 +62,8 @@ class PackedDataset:
         self.num_samples = (self.info.num_tokens - 1) // seq_len
         if self.num_samples < 1:
             raise UserError(
-                f"{path} holds {self.info.num_tokens} tokens, fewer than one sequence of data.seq_len={seq_len} and its "
-                "last label: use more text, a shorter sequence or another data.validation_fraction"
+                f"{path} holds {self.info.num_tokens} tokens, fewer than the {seq_len + 1} of one sequence "
+                f"(data.seq_len={seq_len} and a label): use more text, a shorter one or another data.validation_fraction"
             )
         self._tokens_N = np.memmap(path, dtype=self.info.dtype, mode="r")
 
@@ -146,8 +146,8 @@ class Loader:
             )
         if dataset.num_samples < global_batch:
             raise UserError(
-                f"{dataset.path} holds {dataset.num_samples} sequences of {dataset.seq_len} tokens, fewer than one global "
-                f"batch of {global_batch} ({num_ranks} ranks): use more text, shorter sequences or a smaller batch"
+                f"{dataset.path} holds {dataset.num_samples} sequences of {dataset.seq_len} tokens, fewer than one "
+                f"global batch of {global_batch} on {num_ranks} ranks: use more text or a smaller batch"
             )
         self.dataset, self.seed, self.consumed = dataset, seed, consumed
         self.global_batch, self.micro_batch, self.isolate_documents = global_batch, micro_batch, isolate_documents

@@ -1,7 +1,7 @@
 """Packed token files: `NAME.bin`, the documents' tokens with EOS after each, and its description `NAME.json`.
 
-The .bin file is flat little-endian uint16 (uint32 from 65,537 tokens of vocabulary on). Both are written beside and renamed
-when whole, the description last: without a description there is no packed file.
+The .bin file is flat little-endian uint16 (uint32 from 65,537 tokens of vocabulary on). Both are written beside and
+renamed when whole, the description last: without a description there is no packed file.
 """
 
 import hashlib
@@ -53,18 +53,19 @@ def read_info(path: str) -> PackedInfo:
     try:
         fields = json.loads(description.read_text(encoding="utf-8"))
         if fields["format"] != FORMAT:
-            raise UserError(f"{description} has format {fields['format']}, this version reads {FORMAT}; prepare it again")
+            raise UserError(f"{description} has format {fields['format']}, octet reads {FORMAT}; prepare the data anew")
         info = PackedInfo(**fields)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{description} is damaged ({error}); delete it and prepare the data again") from error
     size, expected = os.path.getsize(path), info.num_tokens * np.dtype(info.dtype).itemsize
     if size != expected:
-        raise UserError(f"{path} has {size} bytes but its description says {expected}: truncated or foreign; prepare it again")
+        raise UserError(f"{path} has {size} bytes, its description says {expected}: truncated; prepare the data again")
     return info
 
 
 def stale_reason(config: DataConfig, tokenizer: Tokenizer) -> str | None:
     """Why the packed files of `config` must be made (again); None when they are up to date."""
+    settings = json.loads(json.dumps(corpus_settings(config)))
     for split in SPLITS:
         path = packed_path(config.dir, split)
         try:
@@ -73,8 +74,7 @@ def stale_reason(config: DataConfig, tokenizer: Tokenizer) -> str | None:
             return str(error) if os.path.exists(path) else f"{path} does not exist"
         if info.tokenizer != tokenizer.fingerprint:
             return f"{path} was packed by tokenizer {info.tokenizer[:12]}, not by {tokenizer.fingerprint[:12]}"
-        now = json.loads(json.dumps(corpus_settings(config)))
-        changed = [name for name in now if info.settings.get(name) != now[name]]
+        changed = [name for name, value in settings.items() if info.settings.get(name) != value]
         if changed:
             return f"{path} was packed from another corpus ({', '.join(changed)} differ)"
     return None

@@ -1,8 +1,8 @@
 """One interface over sentencepiece (`*.model`) and Hugging Face (`tokenizer.json`) tokenizers.
 
-A tokenizer adds nothing by itself: `encode` gives the text's own tokens, and the packer puts one EOS after each document.
-There is no padding token anywhere in octet (padded rows are marked by label -100), so no special id is ever remapped to
-stand for padding. Text that spells a special token ("</s>", "<|endoftext|>") is encoded as ordinary characters.
+A tokenizer adds nothing by itself: `encode` gives the text's own tokens, and the packer puts one EOS after each
+document. There is no padding token anywhere in octet (padded rows are marked by label -100), so no special id is ever
+remapped to stand for padding. Text that spells a special token ("</s>", "<|endoftext|>") is encoded as plain text.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         eos_id = self._special("eos_token", COMMON_EOS)
         if eos_id is None:
-            raise UserError(f"{path}: no end-of-text token found; name it as eos_token in tokenizer_config.json beside it")
+            raise UserError(f"{path}: which token ends a text? Name it as eos_token in tokenizer_config.json beside it")
         self.eos_id = eos_id
         self.bos_id = self._special("bos_token", COMMON_BOS)
 
@@ -148,10 +148,10 @@ def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str) -> Tokenizer:
     """Trains a byte-fallback BPE of `vocab_size` tokens on `texts` and writes it to `out` (a `.model` file).
 
-    Any text survives encode and decode unchanged (no normalisation, no dummy prefix, bytes for unseen characters; U+2581
-    is the one exception: sentencepiece uses it for the space). Deterministic: the same texts give the same bytes, whatever
-    the path and the number of cores. Ids: 0 unknown, 1 BOS, 2 EOS. Raises UserError when the texts are too few for
-    `vocab_size`, or it is too small for the alphabet.
+    Any text survives encode and decode unchanged (no normalisation, no dummy prefix, bytes for unseen characters; the
+    one exception is U+2581, which sentencepiece uses for the space). Deterministic: the same texts give the same bytes,
+    whatever the path and the number of cores. Ids: 0 unknown, 1 BOS, 2 EOS. Raises UserError when the texts are too few
+    for `vocab_size`, or it is too small for the alphabet.
     """
     import sentencepiece
 
@@ -164,7 +164,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str) -> Tokenize
             max_sentence_length=4 * MAX_LINE_CHARS, num_threads=2, minloglevel=2,
         )  # fmt: skip
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1].rpartition("] ")[2] or "there is no text to train on"
+        reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0].strip()
+        if "sentences_.empty()" in str(error):
+            reason = "there is no text to train on"
         raise UserError(f"cannot train a tokenizer of data.vocab_size={vocab_size} tokens: {reason}") from error
     write_whole(out, model.getvalue())
     return SentencePieceTokenizer(out)

@@ -1,0 +1,121 @@
+"""Packed files: what they hold, when they are made anew, and what is said of damaged ones."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+
+from tests.training.corpora import EOS, TOKENIZER, ByteTokenizer, text_config, write
+from training import packing
+from training.data import IGNORED, PackedDataset, make_batch
+from training.errors import UserError
+from training.packing import pack_corpus, packed_path, read_info, stale_reason
+
+
+def pack(config):
+    infos, tally = pack_corpus(config, TOKENIZER)
+    return infos, tally, packed_path(config.dir, "train")
+
+
+def test_packing_puts_eos_after_each_document(tmp_path):
+    write(tmp_path, a__txt="ab\n", b__txt="c")
+    infos, _, path = pack(text_config(tmp_path))
+    tokens = np.fromfile(path, dtype="<u2").tolist()
+    assert tokens == [*TOKENIZER.encode("ab\n"), EOS, *TOKENIZER.encode("c"), EOS]
+    assert infos["train"] == read_info(path)
+    assert (infos["train"].num_documents, infos["train"].num_tokens, infos["train"].text_bytes) == (2, 6, 4)
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    class Large(ByteTokenizer):
+        vocab_size = 2**16 + 1
+
+        def encode(self, text):
+            return [2**16] * len(text)
+
+    write(tmp_path, a__txt="abcdef")
+    config = text_config(tmp_path)
+    pack_corpus(config, Large())
+    dataset = PackedDataset(packed_path(config.dir, "train"), 5)
+    assert dataset.rows(np.array([0])).tolist() == [[2**16] * 6]
+
+
+def test_batches_of_encoding_do_not_change_the_result(tmp_path, monkeypatch):
+    write(tmp_path, a__txt="one", b__txt="two", c__txt="three")
+    whole = pack(text_config(tmp_path))[0]["train"]
+    monkeypatch.setattr(packing, "BATCH_CHARS", 1)
+    assert pack(text_config(tmp_path))[0]["train"] == whole
+
+
+def test_bits_per_byte(tmp_path):
+    write(tmp_path, a__txt="abcdefg")  # 7 bytes, 8 tokens
+    dataset = PackedDataset(pack(text_config(tmp_path))[2], 4)
+    assert dataset.bits_per_byte(math.log(2)) == pytest.approx(8 / 7)
+
+
+def test_up_to_date_until_text_settings_or_tokenizer_change(tmp_path):
+    write(tmp_path, a__txt="some text")
+    config = text_config(tmp_path)
+    assert "does not exist" in stale_reason(config, TOKENIZER)
+    pack(config)
+    assert stale_reason(config, TOKENIZER) is None
+    assert "max_bytes" in stale_reason(text_config(tmp_path, max_bytes=5), TOKENIZER)
+    other = ByteTokenizer()
+    other.fingerprint = "e" * 64
+    assert "ffffffffffff" in stale_reason(config, other) and "eeeeeeeeeeee" in stale_reason(config, other)
+    write(tmp_path, a__txt="some other text")
+    assert "files" in stale_reason(config, TOKENIZER)
+
+
+def test_failing_halfway_leaves_the_old_files_and_no_partial_ones(tmp_path):
+    write(tmp_path, a__txt="some text")
+    config = text_config(tmp_path)
+    before = pack(config)[0]["train"]
+
+    class DiskFull(ByteTokenizer):
+        def encode_batch(self, texts):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="packed.*No space left"):
+        pack_corpus(config, DiskFull())
+    assert read_info(packed_path(config.dir, "train")) == before
+    assert not [name for name in os.listdir(config.dir) if name.endswith(".partial")]
+
+
+def test_damaged_packed_files_are_named(tmp_path):
+    write(tmp_path, a__txt="some text")
+    path = pack(text_config(tmp_path))[2]
+    with pytest.raises(UserError, match="ffffffffffff.*abababababab"):
+        PackedDataset(path, 4, tokenizer="ab" * 32)
+    with pytest.raises(UserError, match=r"10 tokens, fewer than the 65"):
+        PackedDataset(path, 64)
+    with open(path, "r+b") as file:
+        file.truncate(11)
+    with pytest.raises(UserError, match=r"train\.bin has 11 bytes.*20"):
+        PackedDataset(path, 4)
+    description = path.replace(".bin", ".json")
+    for content, message in [("{", "damaged"), ("[]", "damaged"), ('{"format": 1}', "damaged"), ('{"format": 9}', "9")]:
+        with open(description, "w") as file:
+            file.write(content)
+        with pytest.raises(UserError, match=rf"train\.json.*{message}"):
+            read_info(path)
+    os.unlink(description)
+    with pytest.raises(UserError, match="prepare_data"):
+        PackedDataset(path, 4)
+
+
+def test_an_empty_validation_split_is_explained(tmp_path):
+    write(tmp_path, a__txt="text " * 100)
+    config = text_config(tmp_path)
+    pack(config)
+    with pytest.raises(UserError, match=r"validation\.bin holds 0 tokens.*data\.validation_fraction"):
+        PackedDataset(packed_path(config.dir, "validation"), 4)
+
+
+def test_one_token_documents_and_missing_newlines_are_fine(tmp_path):
+    write(tmp_path, a__txt="x", b__txt="y", c__txt="\n")
+    path = pack(text_config(tmp_path))[2]
+    batch = make_batch(PackedDataset(path, 5).rows(np.array([0])), np.array([0]), EOS, True)
+    assert batch.positions_BS.tolist() == [[0, 1, 0, 1, 0]]
+    assert (batch.labels_BS != IGNORED).tolist() == [[True, False, True, False, True]]
