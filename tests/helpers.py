@@ -1,7 +1,7 @@
 """Runs a function on several ranks (gloo, CPU), and `train.py` as a user would.
 
-Ranks are forked from one server that has already imported torch, so a launch costs tenths of a second instead of the seconds
-that an import takes; still, put many checks into one launch.
+Ranks are forked from one server that has already imported torch, so a launch costs tenths of a second instead of the
+seconds that an import takes; still, put many checks into one launch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ranks.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.
 
 
 def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls `fn(rank, num_ranks, *args)` on each rank with the default process group initialised; results in rank order.
+    """Calls `fn(rank, num_ranks, *args)` on each rank with the default process group initialised.
 
-    `fn` must stand at the top level of a module, arguments and results must pickle (tensors do).
+    Returns the results in rank order. `fn` must stand at the top level of a module; arguments and results must pickle.
 
     Raises:
         AssertionError: a rank raised (its traceback is in the message), died, or did not answer in `timeout` seconds.
@@ -41,7 +41,8 @@ def run_ranks(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = _ranks.Pipe(duplex=False)
-            process = _ranks.Process(target=_rank_main, args=(rank, num_ranks, f"{folder}/store", theirs, fn, args), daemon=True)
+            rank_args = (rank, num_ranks, f"{folder}/store", theirs, fn, args)
+            process = _ranks.Process(target=_rank_main, args=rank_args, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -58,7 +59,9 @@ def _rank_main(rank: int, size: int, store: str, pipe: Connection, fn: Callable[
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
         # Pickled by the plain pickler: tensors travel as bytes, not as shared memory that dies with the rank.
         pipe.send((True, _to_bytes(fn(rank, size, *args))))
         dist.barrier()  # a rank that leaves early takes its connections with it
@@ -91,7 +94,9 @@ def _from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def run_train(*args: str, ranks: int = 1, env: dict[str, str] | None = None, timeout: float = 240.0) -> subprocess.CompletedProcess:
+def run_train(
+    *args: str, ranks: int = 1, env: dict[str, str] | None = None, timeout: float = 240.0
+) -> subprocess.CompletedProcess:
     """Runs `train.py args`, under torchrun when `ranks` > 1; returns exit code, stdout and stderr as text."""
     launcher = [sys.executable]
     if ranks > 1:

@@ -1,0 +1,151 @@
+"""Configuration: what people type wrong, and that every key does something."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from training.config import Config, load_config
+from training.config_loading import leaves, parse_scalar
+from training.errors import UserError
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def message(path: str, *overrides: str, world_size: int = 1) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides, world_size)
+    return str(caught.value)
+
+
+TINY = str(ROOT / "configs/tiny.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_presets_load_and_are_short(path: Path) -> None:
+    config = load_config(str(path), world_size={"ling_mini": 8, "ling_flash": 8, "ling_1t": 32}.get(path.stem, 1))
+    assert config.run.dir == f"runs/{path.stem}"
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_tiny_also_fits_tp4() -> None:
+    load_config(TINY, ["parallel.tp=4", "parallel.ep=4"], world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3e-4", 3e-4), ("off", "off"), ("no", "no"), ("1_000", "1_000"), ("010", 10), ("0x10", 16), ("true", True),
+     ("2026-01-01", "2026-01-01"), ("~", None), ("", None), (".5", 0.5), ("1.", 1.0), ("12:30", "12:30"),
+     ("[a, 2]", ["a", 2]), ("+7", 7)],
+)  # fmt: skip
+def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
+    assert parse_scalar(text) == value and type(parse_scalar(text)) is type(value)
+
+
+def test_overrides_win_over_the_file_and_later_ones_win(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim:\n  lr: 1.0\n")
+    config = load_config(path, ["optim.lr=3e-4", "optim.lr=2e-4", "train.steps=7", "run.name=007", "log.wandb=off"])
+    assert (config.optim.lr, config.train.steps, config.run.name, config.log.wandb) == (2e-4, 7, "007", "off")
+
+
+def test_integers_are_fine_where_floats_are_asked_but_not_the_reverse(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    assert load_config(path, ["optim.lr=1"]).optim.lr == 1.0
+    assert "train.steps=1.5" in message(path, "train.steps=1.5")
+    assert "train.steps=True" in message(path, "train.steps=true")
+
+
+def test_unknown_key_names_the_nearest_and_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim:\n  lr: 1\n  warmup_step: 3\nmodle:\n  hidden_size: 5\n")
+    text = message(path, "lr=3e-4", "zzz.qqq=1")
+    assert f"{path}:3: optim.warmup_step is not a key; did you mean optim.warmup_steps?" in text
+    assert f"{path}:4: modle is not a key" in text
+    assert "command line: lr is not a key; did you mean optim.lr?" in text
+    assert "zzz.qqq is not a key" in text
+
+
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
+    path = write(tmp_path, "optim:\n  lr: fast\n  bta1: 0.9\ndata:\n  seq_len: -3\n  source: text\n")
+    overrides = "train.global_batch=10 train.micro_batch=4 model.num_experts_per_tok=999 model.hidden_size=200 "
+    overrides += "optim.warmup_steps=1000 fp8.recipe=fp9 parallel.tp=3 checkpoint.keep=0"
+    text = message(path, *overrides.split(), world_size=2)
+    for part in (
+        "optim.lr='fast'",
+        "did you mean optim.beta1",
+        "data.seq_len=-3 is not positive",
+        "data.source=text needs data.paths",
+        "train.global_batch=10 is not a multiple of train.micro_batch=4",
+        "999",
+        "optim.warmup_steps=1000 is more than train.steps=100",
+        "fp8.recipe=fp9 is unknown; known: block",
+        "world size 2 is not a multiple of tp 3",
+        "checkpoint.keep=0 must be at least 1",
+    ):
+        assert part in text, f"{part!r} is not in\n{text}"
+    assert text.startswith(f"{path}: 14 problems")
+
+
+def test_fp8_blocks_name_both_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    assert "hidden_size = 200 is not a multiple of 128" in message(path, "model.hidden_size=200")
+    load_config(path, ["model.hidden_size=200", "fp8.recipe=bf16"])
+
+
+def test_wsd_needs_its_decay(tmp_path: Path) -> None:
+    assert "optim.decay_steps=0 must be from 1" in message(write(tmp_path, ""), "optim.schedule=wsd")
+
+
+def test_file_mistakes(tmp_path: Path) -> None:
+    assert "cannot read config nowhere.yaml" in message("nowhere.yaml")
+    assert "is not YAML" in message(write(tmp_path, "a: [1,\n"))
+    assert "is not YAML" in message(write(tmp_path, "run:\n  dir: !!python/object/apply:os.system ['true']\n"))
+    assert "stands twice" in message(write(tmp_path, "optim:\n  lr: 1\n  lr: 2\n"))
+    assert "must hold `key: value` lines" in message(write(tmp_path, "- 1\n"))
+    assert "optim must hold" in message(write(tmp_path, "optim: 3\n"))
+    load_config(write(tmp_path, "optim:\n# lr: 1\n"))
+
+
+def test_override_mistakes(tmp_path: Path) -> None:
+    text = message(write(tmp_path, ""), "optim", "optim={lr: 1}", "optim.lr=nan", "optim.lr=.inf", "train.device=tpu")
+    for part in ("'optim' is not of the form", "optim is a section", "optim.lr=", "should be 'auto', 'cpu' or 'cuda'"):
+        assert part in text
+
+
+def test_config_survives_a_round_trip(tmp_path: Path) -> None:
+    config = load_config(TINY, ["run.name=1e3", "data.paths=['a', 'off']", "log.entity=~"])
+    assert load_config(write(tmp_path, config.to_yaml())) == config
+    assert config.run.name == "1e3"
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().optim.lr = 1.0  # type: ignore[misc]
+
+
+def test_no_key_is_ignored() -> None:
+    """Each key is read as an attribute somewhere in the source, beyond the checks of this configuration itself."""
+    read: set[tuple[str, str]] = set()
+    folders = ("training", "model", "tools", "parallel", "fp8")
+    for path in [ROOT / "train.py", *(p for folder in folders for p in (ROOT / folder).glob("*.py"))]:
+        if path == ROOT / "training/config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                read.add((owner, node.attr))
+    # The model's and the data's sections travel as `config`; the others are read as section.key.
+    aliases = {"model": {"model", "config", "c", "cfg", "self"}, "data": {"data", "config"}}
+    ignored = []
+    for key in leaves(Config):
+        section, name = key.split(".")
+        if not any((owner, name) in read for owner in aliases.get(section, {section})):
+            ignored.append(key)
+    assert not ignored, f"keys that nothing reads: {ignored}"

@@ -1,0 +1,214 @@
+"""Every key of a run: the sections, and the checks that need more than one of them.
+
+A run is a YAML file plus overrides: `train.py --config configs/tiny.yaml optim.lr=3e-4`. `training/config_loading.py`
+reads and types the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from fp8.recipe import RECIPES
+from model.config import ModelConfig
+from parallel.mesh import check_layout
+from training.config_loading import Source, build, dump_yaml, read_overrides, read_yaml, section_keys
+from training.corpus import DataConfig
+from training.errors import UserError
+from training.schedule import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run writes. The folder holds config.yaml, metrics.jsonl, checkpoints/ and wandb/."""
+
+    dir: str = "runs/default"
+    name: str | None = None  # shown in wandb; the folder's name by default
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The loop. Each data-parallel rank takes its share of the global batch in micro-batches."""
+
+    steps: int = 100
+    seed: int = 1234  # initial weights and data order
+    global_batch: int = 8  # sequences of data.seq_len tokens in one optimizer step, over all ranks
+    micro_batch: int = 8  # sequences that one rank takes through the model at once
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of what is not FP8: bf16 on a GPU, fp32 on a CPU
+    log_every: int = 10
+    timeout_s: float = 600.0  # a collective that takes longer stops the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """How GEMMs represent numbers."""
+
+    recipe: str = "block"  # a name from fp8/recipe.py
+    health_every: int = 0  # steps between measurements of underflow, saturation and cosine; 0: never
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """world = dp x tp; ep spans consecutive ranks (parallel/mesh.py)."""
+
+    tp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming. The last step is always saved unless `every` is 0."""
+
+    every: int = 1000  # steps; 0 saves nothing at all
+    keep: int = 2  # newest whole checkpoints that stay
+    # "auto": the newest whole one of run.dir, if there is one; "none"; or the path of a run or of one checkpoint
+    resume: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Validation: loss over the same samples each time, and a sample of text."""
+
+    every: int = 1000  # steps; 0: only after the last step
+    samples: int = 256  # sequences of the validation set; 0: no evaluation at all
+    prompt: str = ""  # when given, what generation continues after each evaluation
+    sample_tokens: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Console, metrics.jsonl and wandb."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"  # auto: online with a key, else offline
+    project: str = "octet"
+    entity: str | None = None
+    progress: bool = True  # a bar, on a terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.data.seq_len
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, for JSON and wandb."""
+        return asdict(self)
+
+    def to_yaml(self) -> str:
+        """A file that `load_config` reads back to an equal Config."""
+        return dump_yaml(self.to_dict())
+
+    def problems(self, world_size: int = 1) -> list[str]:
+        """Everything inconsistent about running this on `world_size` ranks, each with its numbers."""
+        return self._range_problems() + self.model.problems() + self._fit_problems(world_size)
+
+    def _range_problems(self) -> list[str]:
+        found = []
+        for key, low, high in _RANGES:
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if not low <= value <= high:
+                limits = f"at least {low}" if high == _ANY else f"from {low} to {high}"
+                found.append(f"{key}={value} must be {limits}")
+        return found
+
+    def _fit_problems(self, world_size: int) -> list[str]:
+        train, optim, parallel, model = self.train, self.optim, self.parallel, self.model
+        found = []
+        if self.fp8.recipe not in RECIPES:
+            found.append(f"fp8.recipe={self.fp8.recipe} is unknown; known: {', '.join(RECIPES)}")
+        is_fp8 = self.fp8.recipe in RECIPES and RECIPES[self.fp8.recipe]().is_fp8
+        if is_fp8:
+            found += model.fp8_problems(max(parallel.tp, 1))
+        widths = {"model.intermediate_size": model.intermediate_size, "model.vocab_size": model.vocab_size}
+        found += check_layout(
+            world_size,
+            parallel.tp,
+            parallel.ep,
+            num_experts=model.num_experts,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_key_value_heads,
+            tokens=train.micro_batch * self.data.seq_len,
+            widths={} if is_fp8 else widths,
+        )
+        dp = max(world_size // max(parallel.tp, 1), 1)
+        if train.micro_batch >= 1 and train.global_batch % (train.micro_batch * dp):
+            found.append(
+                f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch} "
+                f"x {dp} data-parallel ranks = {train.micro_batch * dp}"
+            )
+        if optim.warmup_steps > train.steps:
+            found.append(f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}")
+        if optim.schedule == "wsd" and not 1 <= optim.decay_steps <= train.steps - optim.warmup_steps:
+            found.append(
+                f"optim.decay_steps={optim.decay_steps} must be from 1 to train.steps - optim.warmup_steps = "
+                f"{train.steps - optim.warmup_steps} with optim.schedule=wsd"
+            )
+        if self.data.seq_len > model.max_position_embeddings:
+            found.append(
+                f"data.seq_len={self.data.seq_len} is more than "
+                f"model.max_position_embeddings={model.max_position_embeddings}"
+            )
+        if self.data.vocab_size > model.vocab_size:
+            found.append(f"data.vocab_size={self.data.vocab_size} is more than model.vocab_size={model.vocab_size}")
+        return found
+
+
+_ANY = float("inf")
+_RANGES = (
+    ("train.steps", 1, _ANY),
+    ("train.seed", 0, 2**63 - 1),
+    ("train.global_batch", 1, _ANY),
+    ("train.micro_batch", 1, _ANY),
+    ("train.log_every", 1, _ANY),
+    ("train.timeout_s", 1, _ANY),
+    ("optim.lr", 0, _ANY),
+    ("optim.warmup_steps", 0, _ANY),
+    ("optim.decay_steps", 0, _ANY),
+    ("optim.min_lr_ratio", 0, 1),
+    ("optim.beta1", 0, 0.999999),
+    ("optim.beta2", 0, 0.999999),
+    ("optim.eps", 1e-30, 1),
+    ("optim.weight_decay", 0, _ANY),
+    ("optim.clip", 0, _ANY),
+    ("fp8.health_every", 0, _ANY),
+    ("checkpoint.every", 0, _ANY),
+    ("checkpoint.keep", 1, _ANY),
+    ("eval.every", 0, _ANY),
+    ("eval.samples", 0, _ANY),
+    ("eval.sample_tokens", 1, _ANY),
+)
+
+
+def load_config(path: str, overrides: Iterable[str] = (), world_size: int = 1) -> Config:
+    """The run that a YAML file and `section.key=value` overrides describe, checked for `world_size` ranks.
+
+    Raises:
+        UserError: the file cannot be read, or anything is wrong; all mistakes stand in the one message.
+    """
+    source, sections = Source(), section_keys(Config)
+    read_yaml(path, source, sections)
+    read_overrides(overrides, source, sections)
+    config = build(Config, source)
+    problems = source.problems + (config.problems(world_size) if config is not None else [])
+    if config is None or problems:
+        title = f"{path}: {len(problems)} problem{'s'[: len(problems) != 1]}"
+        raise UserError("\n  - ".join([title, *problems]))
+    return config

@@ -1,0 +1,51 @@
+"""Learning-rate schedules: pure functions of the step, so a resumed run needs no scheduler state.
+
+`step` counts from 0; step 0 of a warmup already has a rate above zero. Sources: constant after warmup is what Ling 2.0
+trains with (arXiv 2510.22115, section 3.2: checkpoints are averaged instead of decaying); warmup-stable-decay: MiniCPM
+(arXiv 2404.06395).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The `optim` section of a run's YAML file."""
+
+    lr: float = 3e-4  # peak
+    schedule: Literal["constant", "wsd", "cosine"] = "constant"
+    warmup_steps: int = 0  # linear, in every schedule
+    decay_steps: int = 0  # wsd: the last steps, over which the rate falls linearly
+    min_lr_ratio: float = 0.0  # wsd, cosine: where it ends, as a share of the peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
+
+
+def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
+    """The rate of optimizer step `step` (0-based) of a run of `num_steps`."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "wsd":
+        return optim.lr * wsd_ratio(step, num_steps, optim.decay_steps, optim.min_lr_ratio)
+    if optim.schedule == "cosine":
+        return optim.lr * cosine_ratio(step - optim.warmup_steps, num_steps - optim.warmup_steps, optim.min_lr_ratio)
+    return optim.lr
+
+
+def wsd_ratio(step: int, num_steps: int, decay_steps: int, min_ratio: float) -> float:
+    """1 until `decay_steps` before the end, then a line that would reach `min_ratio` at step `num_steps`."""
+    left = max(num_steps - step, 0)
+    return 1.0 if left >= decay_steps else min_ratio + (1 - min_ratio) * left / decay_steps
+
+
+def cosine_ratio(step: int, num_steps: int, min_ratio: float) -> float:
+    """Half a cosine from 1 at step 0 to `min_ratio` at `num_steps` and after."""
+    progress = min(step / max(num_steps, 1), 1.0)
+    return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
