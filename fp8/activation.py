@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fp8.quantized import Quantized
@@ -31,6 +30,6 @@ class Activation:
     ticket: Ticket
 
 
-def make_carrier(rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, cols] over a single element: shape and dtype for autograd, no memory."""
-    return like.new_empty(1, dtype=dtype).expand(rows, cols)
+def make_carrier(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """`shape` over a single element of like's dtype: something for autograd to hold, without memory."""
+    return like.new_empty(1).expand(shape)

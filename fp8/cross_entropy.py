@@ -96,25 +96,24 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows, dtype, device = carrier_TD.shape[0], carrier_TD.dtype, carrier_TD.device
         ce_sum, z_sum = torch.zeros((), device=device), torch.zeros((), device=device)
-        wants_dx = with_grad and ctx.needs_input_grad[0]
-        dx_TD = torch.empty(carrier_TD.shape, dtype=dtype, device=device) if wants_dx else None
-        w_t = transpose(weight.q) if wants_dx else None
-        dw_VD = None
-        for start in range(0, rows, chunk):
-            part = slice(start, min(start + chunk, rows))
-            x_q = _rows(x.q, part)
-            ce, z_term, grad = softmax_grad_ref(gemm_nt(x_q, weight.q, dtype=dtype), labels_T[part], z, vocab)
-            ce_sum += ce.sum()
-            z_sum += z_term.sum()
-            if not with_grad:
-                continue
-            dlogits = grad.mul_(scale).to(dtype)
-            if wants_dx:
-                dx_TD[part] = gemm_nt(weight.quantize_grad(dlogits), w_t, dtype=dtype)
-            if weight.trainable:
-                dw_VD = _add_wgrad(dw_VD, weight, dlogits, x_q)
-        if dw_VD is not None:
-            weight.add_grad(dw_VD)
+        dx_TD = torch.empty(carrier_TD.shape, dtype=dtype, device=device) if with_grad and ctx.needs_input_grad[0] else None
+        w_t = transpose(weight.q) if dx_TD is not None else None
+
+        def run(dw_VD: Tensor | None, accumulate: bool) -> None:
+            for start in range(0, rows, chunk):
+                part = slice(start, min(start + chunk, rows))
+                x_q = _rows(x.q, part)
+                ce, z_term, grad = softmax_grad_ref(gemm_nt(x_q, weight.q, dtype=dtype), labels_T[part], z, vocab)
+                ce_sum.add_(ce.sum())
+                z_sum.add_(z_term.sum())
+                dlogits = grad.mul_(scale).to(dtype) if with_grad else None
+                if dx_TD is not None:
+                    dx_TD[part] = gemm_nt(weight.quantize_grad(dlogits), w_t, dtype=dtype)
+                if dw_VD is not None:
+                    dlogits_t, x_t = weight.quantize_grad_t(dlogits), requantize_t(x_q)
+                    gemm_nt(dlogits_t, x_t, out=dw_VD, accumulate=accumulate or start > 0)
+
+        weight.accumulate(run) if with_grad and weight.trainable else run(None, False)
         ctx.dx_TD = dx_TD
         ctx.mark_non_differentiable(ce_sum)
         return scale * (ce_sum + z_sum), ce_sum
@@ -124,14 +123,6 @@ class _HeadLoss(torch.autograd.Function):
         torch._assert_async((d_loss == 1).all(), "the head's gradient was made for d(loss) = 1: add losses, do not scale them")
         dx_TD, ctx.dx_TD = ctx.dx_TD, None
         return dx_TD, None, None, None, None, None, None, None, None, None
-
-
-def _add_wgrad(dw_VD: Tensor | None, weight: Weight, dlogits_CV: Tensor, x_q: Quantized) -> Tensor:
-    """Sums the chunks' dlogits^T . x in FP32, so that the weight sees one use however many chunks there are."""
-    if dw_VD is None:
-        dw_VD = torch.empty(weight.data.shape, dtype=torch.float32, device=dlogits_CV.device)
-        return gemm_nt(weight.quantize_grad_t(dlogits_CV), requantize_t(x_q), out=dw_VD)
-    return gemm_nt(weight.quantize_grad_t(dlogits_CV), requantize_t(x_q), out=dw_VD, accumulate=True)
 
 
 def head_loss(

@@ -56,7 +56,7 @@ class _QuantizeEdge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_TD: Tensor) -> Tensor:
-        return make_carrier(*x_TD.shape, like=x_TD, dtype=x_TD.dtype)
+        return make_carrier(x_TD.shape, x_TD)
 
     @staticmethod
     def backward(ctx: FunctionCtx, dx_TD: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _RmsNorm(torch.autograd.Function):
         ctx.weight, ctx.eps = weight, eps
         ctx.set_materialize_grads(False)
         x_TD = rms_norm_ref(h_TD, weight.data, eps)
-        return make_carrier(*h_TD.shape, like=h_TD, dtype=h_TD.dtype), x_TD
+        return make_carrier(h_TD.shape, h_TD), x_TD
 
     @staticmethod
     def backward(ctx: FunctionCtx, d_carrier: Tensor | None, dx_TD: Tensor | None) -> tuple[Tensor | None, ...]:

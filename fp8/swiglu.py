@@ -50,7 +50,7 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, h_R2f: Tensor, h_ticket: Ticket) -> Tensor:
         ctx.ticket = h_ticket.claim()
-        return make_carrier(h_R2f.shape[0], h_R2f.shape[1] // 2, like=h_R2f, dtype=h_R2f.dtype)
+        return make_carrier((h_R2f.shape[0], h_R2f.shape[1] // 2), h_R2f)
 
     @staticmethod
     def backward(ctx: FunctionCtx, da_Rf: Tensor) -> tuple[Tensor, None]:

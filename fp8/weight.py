@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fp8.health import Health
 from fp8.quantize import quantize, quantize_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Recipe, Spec
@@ -49,6 +50,7 @@ class Weight(nn.Module):
         tp_partial: replicated over tp but used on part of the tokens, so its gradient is summed over tp too.
         global_shape, pieces: which parts of the global tensor the local one holds; layout-free checkpoints and initialisation read it.
         name: global name, set by the model.
+        health: attached at an interval to measure what quantisation loses.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Weight(nn.Module):
         self.grad_dtype = torch.float32
         self.on_grad_ready: Callable[[Weight], None] | None = None
         self.last_microbatch = True
+        self.health: Health | None = None
         self._uses = 0
         self._written = False
 
@@ -108,15 +111,24 @@ class Weight(nn.Module):
 
     def quantize_activation(self, x_TD: Tensor) -> Quantized:
         """[T, D] as the A operand of y = x . w^T."""
-        return quantize(x_TD, self.recipe.activation)
+        return self._report("activation", x_TD, quantize(x_TD, self.recipe.activation))
 
     def quantize_grad(self, dy_TF: Tensor) -> Quantized:
         """[T, F] as the A operand of dx = dy . w."""
-        return quantize(dy_TF, self.recipe.gradient)
+        return self._report("grad", dy_TF, quantize(dy_TF, self.recipe.gradient))
 
     def quantize_grad_t(self, dy_TF: Tensor) -> Quantized:
         """[T, F] -> [F, Tp] as the A operand of dw = dy^T . x."""
-        return quantize_t(dy_TF, self.recipe.gradient)
+        return self._report("grad_t", dy_TF.t(), quantize_t(dy_TF, self.recipe.gradient))
+
+    def _report(self, role: str, x: Tensor, q: Quantized) -> Quantized:
+        if self.health is not None:
+            self.health.report(f"{self.name}/{role}", x, q)
+        return q
+
+    def retile_grad_t(self, dy_q_RF: Quantized) -> Quantized:
+        """Row-quantised [R, F] -> [F, Rp] tiled along rows, from the same bytes: a gradient is quantised once, where it is made."""
+        return quantize_t(dy_q_RF.dequantize(), self.recipe.gradient)
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:

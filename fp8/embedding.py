@@ -1,0 +1,40 @@
+"""Token embedding over a Weight. Shapes: T tokens, V vocabulary, D features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from fp8.weight import Weight
+
+
+class _Embedding(torch.autograd.Function):
+    """forward  y_TD = w_VD[tokens];  wgrad  dw[tokens] += dy, in a fixed order (deterministic)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tokens_T: Tensor, anchor: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens_T)
+        ctx.weight = weight
+        return weight.data[tokens_T].to(dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy_TD: Tensor) -> tuple[None, ...]:
+        (tokens_T,) = ctx.saved_tensors
+
+        def write(out_VD: Tensor, accumulate: bool) -> None:
+            if not accumulate:
+                out_VD.zero_()
+            dy = dy_TD.to(out_VD.dtype)
+            if out_VD.is_cuda:  # index_put sorts, index_add uses atomics
+                out_VD.index_put_((tokens_T,), dy, accumulate=True)
+            else:
+                out_VD.index_add_(0, tokens_T, dy)
+
+        ctx.weight.accumulate(write)
+        return None, None, None, None
+
+
+def embedding(tokens_T: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    """int64 tokens [T] -> rows [T, D] of weight [V, D], in `dtype`."""
+    return _Embedding.apply(tokens_T, weight.anchor, weight, dtype)

@@ -1,0 +1,368 @@
+"""Expert GEMMs for Hopper in Gluon: one kernel for forward, dgrad and wgrad, FP32 promotion every 128 of K.
+
+out[m, n] (+)= sum over 128-wide blocks kb of  sa[m, kb] * sb[n // 128, kb] * (a[m, kb] . b[n, kb])
+
+Shapes: R rows of tokens (groups padded to 128, in expert order), E experts, N and K a weight's sizes, KB = ceil(K / 128).
+  forward, dgrad   a [R, K] scales 1x128;  b [E, N, K] scales 128x128; out [R, N]
+  wgrad            a = dy_t [N, R] scales 1x128 along R;  b = x_t [K, R] scales 128x128; out [E, N, K]; an expert's sum runs
+                   over its own 128-row blocks only
+
+One CTA per multiprocessor walks over output tiles. Three or four groups of warps: two consumers (64 rows of the tile each), a
+warp that loads operands with TMA into a ring of stages, and, when accumulating, a warp that loads the old output tile.
+A 128x256 tile halves the L2-to-shared traffic of B per FLOP against 128x128, and that traffic is the first limit.
+The number of row blocks is read on the device: the host never waits for it, and rows past the last group are never read.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fp8.quantized import Quantized
+
+if TYPE_CHECKING:
+    from fp8.grouped_gemm import Groups
+
+BLOCK = 128  # rows of a tile, and the K extent of one scale
+HALF = 64  # rows of one consumer warpgroup
+
+# Triton 3.9 renamed the two copies.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+WRITE = gl.constexpr(0)  # store the tile
+ADD_TMA = gl.constexpr(1)  # old tile through TMA, sum stored through TMA
+ADD_DIRECT = gl.constexpr(2)  # old tile through TMA, sum stored from registers
+ADD_REGISTER = gl.constexpr(3)  # old tile loaded into registers before the K loop, sum stored from registers
+
+
+@gluon.jit
+def _tile(tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD: gl.constexpr, TILE_N: gl.constexpr):
+    """Where tile number `tile` lies: (a_row, b_row, first K block, K blocks, first and last B scale row, c_row, c_col)."""
+    counts, ends, block_expert = groups
+    if WGRAD:
+        expert = tile // (m_tiles * n_tiles)
+        within = tile % (m_tiles * n_tiles)
+        a_row = within // n_tiles * 128
+        c_col = within % n_tiles * TILE_N
+        num_k = (gl.load(counts + expert) + 127) // 128
+        # An empty group reads one block past the end, which TMA fills with zeros.
+        first_k = gl.where(num_k > 0, gl.load(ends + expert) // 128 - num_k, k_blocks)
+        return a_row, c_col, first_k, num_k, c_col // 128, b_blocks - 1, expert * (m_tiles * 128) + a_row, c_col
+    else:
+        a_row = tile // n_tiles * 128
+        c_col = tile % n_tiles * TILE_N
+        expert = gl.load(block_expert + tile // n_tiles)
+        b_row = expert * n_size + c_col
+        last = expert * b_blocks + b_blocks - 1
+        return a_row, b_row, 0, k_blocks, expert * b_blocks + c_col // 128, last, a_row, c_col
+
+
+@gluon.jit
+def _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD: gl.constexpr):
+    """Tiles to compute; for forward the rows in use are read from the last group."""
+    if WGRAD:
+        return num_experts * m_tiles * n_tiles
+    else:
+        counts, ends, block_expert = groups
+        return gl.load(ends + num_experts - 1) // 128 * n_tiles
+
+
+@gluon.jit
+def _load_operands(descs, ring, groups, sizes, WGRAD: gl.constexpr, MODE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):
+    """Producer warp: A (two 64-row boxes), A's scales and B (128-row boxes) of each K block into the next free stage."""
+    a_desc, sa_desc, b_desc, c_desc = descs
+    a_ring, sa_ring, b_ring, full, empty = ring
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    it = 0
+    for tile in range(gl.program_id(0), _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD), gl.num_programs(0)):
+        a_row, b_row, first_k, num_k, _, _, _, _ = _tile(
+            tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD, 128 * HALVES
+        )
+        if MODE == 0 or num_k > 0:
+            for k in range(gl.maximum(num_k, 1)):
+                kb = first_k + k
+                stage = it % STAGES
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
+                mbarrier.expect(bar, 2 * 64 * 128 + 2 * 64 * 4 + HALVES * 128 * 128)
+                for w in gl.static_range(2):
+                    tma_load(a_desc, [a_row + 64 * w, kb * 128], bar, a_ring.index(stage * 2 + w))
+                    tma_load(
+                        sa_desc, [kb * a_rows + a_row + 64 * w], bar, sa_ring.index(stage * 2 + w)
+                    )
+                for h in gl.static_range(HALVES):
+                    tma_load(
+                        b_desc, [b_row + 128 * h, kb * 128], bar, b_ring.index(stage * HALVES + h)
+                    )
+                it += 1
+
+
+@gluon.jit
+def _load_output(descs, c_ring, groups, sizes, WGRAD: gl.constexpr, HALVES: gl.constexpr, C_BUFS: gl.constexpr):
+    """Producer warp of the accumulating kernels: the old output, in 64x128 chunks, one ring per consumer."""
+    c_desc = descs[3]
+    c_smem, c_full, c_empty = c_ring
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    chunk = 0
+    for tile in range(gl.program_id(0), _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD), gl.num_programs(0)):
+        _, _, _, num_k, _, _, c_row, c_col = _tile(
+            tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD, 128 * HALVES
+        )
+        if num_k > 0:
+            for h in gl.static_range(HALVES):
+                slot = chunk % C_BUFS
+                for w in gl.static_range(2):
+                    bar = c_full.index(w * C_BUFS + slot)
+                    mbarrier.wait(c_empty.index(w * C_BUFS + slot), (chunk // C_BUFS & 1) ^ 1)
+                    mbarrier.expect(bar, c_desc.block_type.nbytes)
+                    tma_load(
+                        c_desc, [c_row + 64 * w, c_col + 128 * h], bar, c_smem.index(w * C_BUFS + slot)
+                    )
+                chunk += 1
+
+
+@gluon.jit
+def _promote(acc, raw, scale):
+    return gl.fma(raw, gl.expand_dims(scale, 1), acc)  # one FFMA an element, whatever the compiler's default for fusion
+
+
+@gluon.jit
+def _store_chunk(
+    acc, descs, c_ptr, c_ring, row, col, n_cols, chunk, WG: gl.constexpr, MODE: gl.constexpr, C_BUFS: gl.constexpr
+):
+    """One 64x128 piece of the output: written, or added to what the output holds."""
+    c_desc = descs[3]
+    c_smem, c_full, c_empty = c_ring
+    slot = WG * C_BUFS + chunk % C_BUFS
+    buffer = c_smem.index(slot)
+    if MODE == 0:
+        tma.store_wait(C_BUFS - 1)
+        buffer.store(acc.to(c_desc.dtype))
+        fence_async_shared()
+        tma_store(c_desc, [row, col], buffer)
+    else:
+        mbarrier.wait(c_full.index(slot), chunk // C_BUFS & 1)
+        total = acc + buffer.load(acc.type.layout).to(gl.float32)
+        if MODE == 1:
+            buffer.store(total.to(c_desc.dtype))
+            fence_async_shared()
+            tma_store(c_desc, [row, col], buffer)
+            tma.store_wait(0)
+            mbarrier.arrive(c_empty.index(slot))
+        else:
+            mbarrier.arrive(c_empty.index(slot))
+            layout: gl.constexpr = acc.type.layout
+            rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            cols = col + gl.arange(0, 128, gl.SliceLayout(0, layout))
+            ptrs = c_ptr + gl.expand_dims(rows, 1).to(gl.int64) * n_cols + gl.expand_dims(cols, 0)
+            gl.store(ptrs, total.to(c_desc.dtype), mask=gl.expand_dims(cols < n_cols, 0))
+
+
+@gluon.jit
+def _consume(
+    descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes,
+    WGRAD: gl.constexpr, MODE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
+    WG: gl.constexpr,
+):  # fmt: skip
+    """Consumer warpgroup: 64 rows of the tile. One 64x128 product at a time, added to FP32 sums outside the tensor core."""
+    a_ring, sa_ring, b_ring, full, empty = ring
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    never = n_tiles < 0  # false, but not to the compiler: both products then share one register block (else it spills)
+    raw = gl.full([64, 128], 0.0, gl.float32, layout)
+    it = 0
+    chunk = 0
+    for tile in range(gl.program_id(0), _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD), gl.num_programs(0)):
+        _, _, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
+            tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD, 128 * HALVES
+        )
+        if MODE == 0 or num_k > 0:
+            c_row += 64 * WG
+            if MODE == 3:
+                rows = c_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+                cols = c_col + gl.arange(0, 128, gl.SliceLayout(0, layout))
+                c_ptrs = c_ptr + gl.expand_dims(rows, 1).to(gl.int64) * n_cols + gl.expand_dims(cols, 0)
+                old = gl.load(c_ptrs, mask=gl.expand_dims(cols < n_cols, 0), other=0.0)
+            sb0_ptr = sb_ptr + sb_row.to(gl.int64) * k_blocks
+            sb1_ptr = sb_ptr + gl.minimum(sb_row + 1, sb_last).to(gl.int64) * k_blocks
+            acc0 = gl.full([64, 128], 0.0, gl.float32, layout)
+            acc1 = gl.full([64, 128], 0.0, gl.float32, layout)
+            # At least one block: a trip count that may be zero makes ptxas spill the accumulators.
+            for k in range(gl.maximum(num_k, 1)):
+                kb = first_k + k
+                stage = it % STAGES
+                sb0 = gl.load(sb0_ptr + kb, mask=num_k > 0, other=0.0)
+                sb1 = sb0
+                if HALVES == 2:
+                    sb1 = gl.load(sb1_ptr + kb, mask=num_k > 0, other=0.0)
+                mbarrier.wait(full.index(stage), it // STAGES & 1)
+                a = a_ring.index(stage * 2 + WG)
+                b = b_ring.index(stage * HALVES).permute((1, 0))
+                raw = warpgroup_mma(a, b, raw, use_acc=never, is_async=True)
+                sa = sa_ring.index(stage * 2 + WG).load(gl.SliceLayout(1, layout))
+                raw = warpgroup_mma_wait(0, deps=[raw])
+                if HALVES == 1:
+                    mbarrier.arrive(empty.index(stage))
+                acc0 = _promote(acc0, raw, sa * sb0)
+                if HALVES == 2:
+                    b = b_ring.index(stage * HALVES + 1).permute((1, 0))
+                    raw = warpgroup_mma(a, b, raw, use_acc=never, is_async=True)
+                    raw = warpgroup_mma_wait(0, deps=[raw])
+                    mbarrier.arrive(empty.index(stage))
+                    acc1 = _promote(acc1, raw, sa * sb1)
+                it += 1
+            if MODE == 3:
+                gl.store(c_ptrs, (acc0 + old.to(gl.float32)).to(c_ptr.dtype.element_ty), mask=gl.expand_dims(cols < n_cols, 0))
+            else:
+                _store_chunk(acc0, descs, c_ptr, c_ring, c_row, c_col, n_cols, chunk, WG, MODE, C_BUFS)
+                chunk += 1
+                if HALVES == 2:
+                    _store_chunk(acc1, descs, c_ptr, c_ring, c_row, c_col + 128, n_cols, chunk, WG, MODE, C_BUFS)
+                    chunk += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _grouped_gemm(
+    a_desc, sa_desc, b_desc, sb_ptr, c_desc, c_ptr, counts, ends, block_expert,
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks, n_cols,
+    WGRAD: gl.constexpr, MODE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
+    sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], sa_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    c_smem = gl.allocate_shared_memory(c_desc.dtype, [C_BUFS * 2, 64, 128], c_desc.layout)
+    c_full = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
+    c_empty = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(C_BUFS * 2):
+        mbarrier.init(c_full.index(i), count=1)
+        mbarrier.init(c_empty.index(i), count=1)
+    fence_async_shared()
+    descs = (a_desc, sa_desc, b_desc, c_desc)
+    ring = (a_ring, sa_ring, b_ring, full, empty)
+    c_ring = (c_smem, c_full, c_empty)
+    groups = (counts, ends, block_expert)
+    sizes = (num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks)
+    # Written out: a tuple bound to a name loses its constexprs.
+    if MODE == 0 or MODE == 3:
+        gl.warp_specialize([
+            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 0)),
+            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 1)),
+            (_load_operands, (descs, ring, groups, sizes, WGRAD, MODE, HALVES, STAGES)),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 0)),
+            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 1)),
+            (_load_operands, (descs, ring, groups, sizes, WGRAD, MODE, HALVES, STAGES)),
+            (_load_output, (descs, c_ring, groups, sizes, WGRAD, HALVES, C_BUFS)),
+        ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+
+
+# ---------------------------------------------------------------- launchers
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One configuration of the kernel; shared memory (232448 bytes) bounds stages and output buffers together."""
+
+    mode: int
+    halves: int  # output columns / 128
+    stages: int
+    buffers: int  # 64x128 output chunks per consumer
+
+
+# (operation, output dtype, accumulate) -> tile. See docs/performance.md for what each one measured.
+TILES = {
+    ("nt", torch.bfloat16, False): Tile(0, 2, 4, 1),
+    ("nt", torch.float32, False): Tile(0, 2, 3, 1),
+    ("wgrad", torch.bfloat16, False): Tile(0, 2, 4, 1),
+    ("wgrad", torch.float32, False): Tile(0, 2, 3, 1),
+    ("wgrad", torch.bfloat16, True): Tile(1, 2, 3, 2),
+    ("wgrad", torch.float32, True): Tile(2, 1, 3, 2),
+}
+NARROW = {torch.bfloat16: Tile(0, 1, 5, 2), torch.float32: Tile(0, 1, 4, 1)}  # N % 256 == 128
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
+    bits = 8 * t.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128 if t.dim() == 2 else 0, element_bitwidth=bits, rank=t.dim())
+    return TensorDescriptor.from_tensor(t, block, layout)
+
+
+def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: bool, tile: Tile) -> None:
+    """Runs the kernel on `out_MN` [rows, columns] with `b` as stacked rows; see the module docstring for the operands."""
+    assert a.tile == (1, BLOCK) and b.tile == (BLOCK, BLOCK), f"tiles {a.tile} and {b.tile}"
+    assert a.data.is_contiguous() and b.data.is_contiguous() and out_MN.is_contiguous()
+    assert a.scale_inv.stride(0) == 1 and b.scale_inv.is_contiguous(), "scales of A are column-major, of B row-major"
+    a_rows, k_size = a.shape
+    assert k_size % BLOCK == 0, f"the summed dimension, {k_size}, is not a multiple of {BLOCK}"
+    n_size = b.shape[-2]
+    columns = out_MN.shape[1]
+    _grouped_gemm[(_num_sms(out_MN.device),)](
+        _descriptor(a.data, [HALF, BLOCK]),
+        _descriptor(a.scale_inv.t().reshape(-1), [HALF]),
+        _descriptor(b.data.view(-1, k_size), [BLOCK, BLOCK]),
+        b.scale_inv, _descriptor(out_MN, [HALF, BLOCK]), out_MN, groups.counts_E, groups.ends_E, groups.block_expert_B,
+        groups.num_experts, a_rows // BLOCK, triton.cdiv(columns, BLOCK * tile.halves), n_size, a_rows,
+        triton.cdiv(n_size, BLOCK), k_size // BLOCK, columns,
+        WGRAD=wgrad, MODE=tile.mode, HALVES=tile.halves, STAGES=tile.stages, C_BUFS=tile.buffers, num_warps=4,
+    )  # fmt: skip
+
+
+def grouped_gemm_nt_sm90(
+    a: Quantized, b: Quantized, groups: Groups, dtype: torch.dtype = torch.bfloat16, tile: Tile | None = None
+) -> Tensor:
+    """a [R, K] (1x128) . b [E, N, K]^T (128x128) of each row block's expert -> [R, N].
+
+    K a multiple of 128, N of 8. Rows past the last group are neither read nor written.
+    """
+    n_size = b.shape[1]
+    assert a.shape[0] == groups.max_rows, f"A has {a.shape[0]} rows, the groups {groups.max_rows}"
+    out = torch.empty(groups.max_rows, n_size, dtype=dtype, device=a.device)
+    if tile is None:
+        tile = NARROW[dtype] if n_size % (2 * BLOCK) == BLOCK else TILES["nt", dtype, False]
+    _launch(a, b, out, groups, False, tile)
+    return out
+
+
+def grouped_wgrad_sm90(
+    dy_t: Quantized, x_t: Quantized, groups: Groups, out: Tensor, accumulate: bool, tile: Tile | None = None
+) -> None:
+    """Per expert dy_t [N, R] (1x128) . x_t [K, R]^T (128x128) over its rows, into `out` [E, N, K] (BF16 or fp32).
+
+    N a multiple of 128, K of 8. Groups without rows are written as exact zeros, or left alone when accumulating.
+    """
+    num_experts, n_size, k_size = out.shape
+    assert n_size % BLOCK == 0, f"N = {n_size} is not a multiple of {BLOCK}"
+    assert dy_t.shape == (n_size, groups.max_rows) and x_t.shape == (k_size, groups.max_rows)
+    assert num_experts == groups.num_experts
+    tile = tile or TILES["wgrad", out.dtype, accumulate]
+    _launch(dy_t, x_t, out.view(-1, k_size), groups, True, tile)

@@ -1,0 +1,117 @@
+"""All routed experts of a layer in one autograd Function: permute, two grouped GEMMs with SwiGLU between, sum.
+
+Shapes: T tokens, k experts a token, R rows of the padded buffer, E experts, D features, f width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from fp8.activation import Activation
+from fp8.grouped_gemm import grouped_gemm_nt, grouped_wgrad
+from fp8.permute import Permutation, build_permutation, permute, permute_slots, unpermute_slots, unpermute_sum
+from fp8.quantize import requantize_t, transpose
+from fp8.recipe import Recipe
+from fp8.stash import Stash
+from fp8.swiglu import quantize_swiglu, swiglu_backward_ref, swiglu_ref
+from fp8.weight import Weight
+from model.config import ModelConfig
+
+
+def routed_experts_ref(x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, w1_E2fD: Tensor, w2_EDf: Tensor) -> Tensor:
+    """The differentiable definition: a loop over experts, everything in the dtype of x."""
+    y_TD = torch.zeros_like(x_TD)
+    for e in range(w1_E2fD.shape[0]):
+        tokens, slots = (ids_Tk == e).nonzero(as_tuple=True)
+        a = swiglu_ref(x_TD[tokens] @ w1_E2fD[e].t(), weights_Tk[tokens, slots]).to(x_TD.dtype)
+        y_TD = y_TD.index_add(0, tokens, a @ w2_EDf[e].t())
+    return y_TD
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the Function needs beside tensors."""
+
+    x: Activation
+    perm: Permutation
+    w1: Weight
+    w2: Weight
+    stash: Stash
+    name: str
+    stage: int
+
+
+class _RoutedExperts(torch.autograd.Function):
+    """forward   h = x[row] . w1^T,  a = silu(h_gate) * h_up * weight,  y = a . w2^T,  out[t] = sum of y over t's rows
+    dgrad     da = dy . w2,  (dh, dweight) = swiglu'(h, da),  dx[t] = sum over t's rows of dh . w1
+    wgrad     dw2 += dy^T . a,  dw1 += dh^T . x, per expert
+
+    dy is quantised once, before it is permuted; its row and its column form both come from those bytes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, carrier_TD: Tensor, weights_Tk: Tensor, anchor1: Tensor, anchor2: Tensor, call: _Call
+    ) -> Tensor:
+        x, perm, w1, w2, stash, name = call.x, call.perm, call.w1, call.w2, call.stash, call.name
+        groups, dtype = perm.groups, carrier_TD.dtype
+        rows_q = permute(x.q, perm)
+        w_R = permute_slots(weights_Tk, perm)
+        h_q = w2.quantize_activation(grouped_gemm_nt(rows_q, w1.q, groups, dtype))
+        a_q = quantize_swiglu(h_q, w_R, w2, dtype)
+        y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
+
+        ctx.call, ctx.dtype = call, dtype
+        ctx.w_R = stash.put(f"{name}.weights", w_R).claim()
+        ctx.h = stash.put(f"{name}.pre", h_q).claim()
+        if call.stage >= 2:
+            source = x.ticket.claim()
+            ctx.rows = stash.put(f"{name}.rows", None, lambda: permute(source.pop(), perm)).claim()
+        else:
+            ctx.rows = stash.put(f"{name}.rows", rows_q).claim()
+        ctx.a = stash.put(f"{name}.out", a_q).claim() if call.stage < 1 else None
+        return unpermute_sum(y_RD, perm)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
+        call, perm, groups = ctx.call, ctx.call.perm, ctx.call.perm.groups
+        w1, w2 = call.w1, call.w2
+        dy_q = permute(w2.quantize_grad(dout_TD), perm)
+        w_R, h_q = ctx.w_R.pop(), ctx.h.pop()
+        da_Rf = grouped_gemm_nt(dy_q, transpose(w2.q), groups, ctx.dtype)
+        a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype)
+        if w2.trainable:
+            dy_t, a_t = w2.retile_grad_t(dy_q), requantize_t(a_q)
+            w2.accumulate(lambda out, acc: grouped_wgrad(dy_t, a_t, groups, out, acc))
+            del dy_t, a_t
+        del dy_q, a_q
+        dh_R2f, dw_R = swiglu_backward_ref(h_q.dequantize(), w_R, da_Rf)
+        del h_q, da_Rf
+        dh_R2f = dh_R2f.to(ctx.dtype)
+        dx_RD = grouped_gemm_nt(w1.quantize_grad(dh_R2f), transpose(w1.q), groups, ctx.dtype)
+        rows_q = ctx.rows.pop()
+        if w1.trainable:
+            dh_t, x_t = w1.quantize_grad_t(dh_R2f), requantize_t(rows_q)
+            w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
+        return unpermute_sum(dx_RD, perm), unpermute_slots(dw_R, perm), None, None, None
+
+
+class RoutedExperts(nn.Module):
+    """E SwiGLU experts; x [T, D] quantised, ids and weights [T, k] -> [T, D]."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, name: str, stage: int) -> None:
+        super().__init__()
+        c = config
+        self.num_experts, self.stash, self.name, self.stage = c.num_experts, stash, name, stage
+        width, hidden, std = c.moe_intermediate_size, c.hidden_size, c.initializer_range
+        self.gate_up = Weight(c.num_experts, 2 * width, hidden, recipe=recipe, init_std=std, expert=True)
+        self.down = Weight(c.num_experts, hidden, width, recipe=recipe, init_std=std, expert=True)
+
+    def forward(self, x: Activation, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        perm = build_permutation(ids_Tk, self.num_experts)
+        call = _Call(x, perm, self.gate_up, self.down, self.stash, self.name, self.stage)
+        return _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call)

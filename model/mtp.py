@@ -1,0 +1,43 @@
+"""Multi-token prediction: one more decoder layer that predicts the token after next.
+
+    h'_i = eh_proj([enorm(emb(t_{i+1})) | hnorm(h_i)])      h_i: the trunk's output after the final norm
+then a whole MoE layer, `final_norm`, and the trunk's own head. Embedding and head are shared.
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; layout of Ling 2.0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fp8.linear import linear, quantize_activation
+from fp8.recipe import Recipe
+from fp8.rms_norm import rms_norm
+from fp8.stash import Stash
+from fp8.weight import Weight
+from model.attention import Attention, Context
+from model.config import ModelConfig
+from model.moe import MoE
+
+
+class MTP(nn.Module):
+    """(h [T, D] normed trunk output, e [T, D] embeddings of the next tokens) -> hidden states [T, D] before `final_norm`."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, name: str, stage: int) -> None:
+        super().__init__()
+        c, fp32 = config, Recipe.fp32()
+        self.config, self.stash, self.name = c, stash, name
+        self.enorm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
+        self.hnorm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
+        self.eh_proj = Weight(c.hidden_size, 2 * c.hidden_size, recipe=recipe, init_std=c.initializer_range)
+        self.attention = Attention(c, recipe, stash, f"{name}.attention", stage)
+        self.block = MoE(c, recipe, stash, f"{name}.block", stage)
+        self.final_norm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
+
+    def forward(self, h_TD: Tensor, e_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        eps = self.config.rms_norm_eps
+        both = torch.cat([rms_norm(e_TD, self.enorm, eps), rms_norm(h_TD, self.hnorm, eps)], dim=-1)
+        x_TD = linear(quantize_activation(both, self.eh_proj, self.stash, f"{self.name}.eh"), self.eh_proj)
+        x_TD = x_TD + self.attention(x_TD, ctx)
+        y_TD, aux, z = self.block(x_TD, ctx)
+        return x_TD + y_TD, aux, z

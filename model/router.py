@@ -1,0 +1,132 @@
+"""Group-limited sigmoid router with an expert bias that balances the load without a gradient.
+
+Shapes: T tokens, D features, E experts in G groups, k experts a token.
+    logits = x . w^T (fp32)      s = sigmoid(logits)
+    selection: the `topk_group` groups with the largest sum of their two best (s + bias), the k best (s + bias) within them
+    weights  = s[chosen] / (sum s[chosen] + 1e-20) * routed_scaling_factor         (unbiased)
+Source: Ling 2.0 technical report (arXiv 2510.22115), section 2; bias update of section 2.2, zero-mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from fp8.recipe import Recipe
+from fp8.rms_norm import Normed
+from fp8.router_gemm import router_gemm, router_wgrad
+from fp8.stash import Ticket
+from fp8.weight import Weight
+from model.config import ModelConfig
+from parallel.collectives import all_reduce
+from parallel.mesh import Axis
+
+
+class _Logits(torch.autograd.Function):
+    """forward logits_TE = x_TD . w_ED^T; dgrad dx_TD = dlogits . w; wgrad dw_ED += dlogits^T . x. All in FP32 accuracy."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_TD: Tensor, anchor: Tensor, weight: Weight, ticket: Ticket) -> Tensor:
+        ctx.weight, ctx.ticket = weight, ticket.claim()
+        return router_gemm(x_TD, weight.data)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x_TD = ctx.weight, ctx.ticket.pop()
+        weight.add_grad(router_wgrad(dlogits_TE, x_TD))
+        return router_gemm(dlogits_TE, weight.data.t()).to(x_TD.dtype), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where tokens go.
+
+    Attributes:
+        ids_Tk: int64 chosen experts, best first.
+        weights_Tk: fp32 routing weights, differentiable.
+        logits_TE, scores_TE: fp32, for the auxiliary losses.
+    """
+
+    ids_Tk: Tensor
+    weights_Tk: Tensor
+    logits_TE: Tensor
+    scores_TE: Tensor
+
+
+def select_experts(biased_TE: Tensor, n_group: int, topk_group: int, k: int) -> Tensor:
+    """[T, E] biased scores -> int64 [T, k]. Masked groups get -inf, not 0: biased scores can be negative."""
+    grouped = biased_TE.unflatten(-1, (n_group, -1))
+    group_score = grouped.topk(2, dim=-1).values.sum(-1)
+    best = group_score.topk(topk_group, dim=-1, sorted=False).indices
+    keep = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
+    masked = grouped.masked_fill(~keep[:, :, None], float("-inf")).flatten(1)
+    return masked.topk(k, dim=-1).indices
+
+
+class Router(nn.Module):
+    """Chooses experts; `expert_bias` (fp32) steers the choice, `counts` (int64) is what was chosen since the last bias update."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape, std = (config.num_experts, config.hidden_size), config.initializer_range
+        self.weight = Weight(*shape, recipe=Recipe.fp32(), init_std=std, tp_partial=True)
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        self.register_buffer("counts", torch.zeros(config.num_experts, dtype=torch.int64))
+
+    def _apply(self, fn, recurse: bool = True):  # noqa: ANN001, ANN202
+        """Moves, but never casts: a bias in BF16 loses updates (0.5 + 0.001), counts above 256 lose ones."""
+        super()._apply(fn, recurse)
+        self.expert_bias, self.counts = self.expert_bias.float(), self.counts.long()
+        return self
+
+    def forward(self, x: Normed) -> Routing:
+        """x [T, D] unquantised -> Routing. Counts tokens in training only."""
+        c = self.config
+        logits_TE = _Logits.apply(x.x_TD, self.weight.anchor, self.weight, x.x_ticket)
+        scores_TE = torch.sigmoid(logits_TE)
+        with torch.no_grad():
+            ids_Tk = select_experts(scores_TE + self.expert_bias, c.n_group, c.topk_group, c.num_experts_per_tok)
+            if self.training:
+                self.counts.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())
+        chosen = scores_TE.gather(1, ids_Tk)
+        weights_Tk = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
+        return Routing(ids_Tk, weights_Tk, logits_TE, scores_TE)
+
+
+def routers(module: nn.Module) -> Iterator[tuple[str, Router]]:
+    """(name, Router) of every MoE layer, the MTP layer's included."""
+    for name, child in module.named_modules():
+        if isinstance(child, Router):
+            yield name, child
+
+
+@torch.no_grad()
+def bias_update(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """New bias: b + rate * (sign(e) - mean sign(e)), e = mean(c) - c. Integer counts: E * (mean - c) keeps the sign exact.
+
+    A layer that has routed nothing keeps its bias.
+    """
+    error = counts_E.sum() - counts_E * counts_E.numel()
+    sign = torch.sign(error).float()
+    return bias_E + rate * (sign - sign.mean())
+
+
+@torch.no_grad()
+def update_expert_bias(module: nn.Module, axis: Axis, rate: float) -> None:
+    """Moves every router's bias once, from the counts of the whole global batch, and resets the counts.
+
+    Args:
+        axis: the ranks that hold different tokens (dp; under sequence parallelism dp x tp); integer sums, one collective.
+    """
+    found = [router for _, router in routers(module)]
+    if not found:
+        return
+    counts = all_reduce(torch.stack([r.counts for r in found]), axis)
+    for router, counts_E in zip(found, counts, strict=True):
+        router.expert_bias.copy_(bias_update(router.expert_bias, counts_E, rate))
+        router.counts.zero_()

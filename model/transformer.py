@@ -1,0 +1,188 @@
+"""BailingMoeV2 (Ling 2.0), top to bottom.
+
+Shapes: B sequences of S tokens, T = B * S, D features, V vocabulary. Between layers the residual stream h is [T, D].
+
+    h = embedding(tokens)
+    each layer:   h += attention(norm(h));  h += mlp_or_moe(norm(h))
+    x = norm(h);  loss = cross_entropy(x . head^T)  [+ mtp_loss_weight * loss of the token after next]  + router losses
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fp8.cross_entropy import head_loss
+from fp8.embedding import embedding
+from fp8.gemm import gemm_nt
+from fp8.recipe import Recipe
+from fp8.rms_norm import Normed, rms_norm_quantize
+from fp8.stash import Stash
+from fp8.weight import Weight, weights
+from model.attention import Attention, Context, KVCache, rope_tables
+from model.config import ModelConfig
+from model.loss import Losses, NumValid, mtp_inputs
+from model.moe import DenseBlock, MoE
+from model.mtp import MTP
+from parallel.mesh import Mesh
+
+
+class Layer(nn.Module):
+    """h += attention(h); h += block(h). Returns (h, weighted auxiliary losses, z-loss for the log)."""
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, index: int, stage: int) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        block = DenseBlock if index < config.first_k_dense_replace else MoE
+        self.attention = Attention(config, recipe, stash, f"{name}.attention", stage)
+        self.block = block(config, recipe, stash, f"{name}.block", stage)
+
+    def forward(self, h_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        h_TD = h_TD + self.attention(h_TD, ctx)
+        y_TD, aux, z = self.block(h_TD, ctx)
+        return h_TD + y_TD, aux, z
+
+
+class Transformer(nn.Module):
+    """The whole model on this rank.
+
+    Args:
+        recipe: numbers of every GEMM. Embedding, norms and router stay in high precision.
+        mesh: the ranks each layer communicates on; `Mesh.solo()` for one process.
+        dtype: of the residual stream; BF16 on a GPU, FP32 on a CPU and in the fp32 recipe.
+        stage: activation policy, what is recomputed instead of kept (docs/numerics.md).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        mesh: Mesh | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        stage: int = 0,
+    ) -> None:
+        super().__init__()
+        c = config
+        self.config, self.recipe, self.dtype, self.stash = c, recipe, dtype, Stash()
+        self.mesh = Mesh.solo() if mesh is None else mesh
+        uses = 1 + c.num_nextn_predict_layers  # embedding and head serve the MTP layer too
+        plain = Recipe.fp32() if recipe.name == "fp32" else Recipe.bf16()
+        vd, std = (c.vocab_size, c.hidden_size), c.initializer_range
+        self.embedding = Weight(*vd, recipe=plain, init_std=std, num_uses=uses)
+        self.layers = nn.ModuleList(Layer(c, recipe, self.stash, i, stage) for i in range(c.num_hidden_layers))
+        self.norm = Weight(c.hidden_size, recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=True)
+        self.head = Weight(*vd, recipe=recipe, init_std=std, num_uses=uses)
+        self.mtp = MTP(c, recipe, self.stash, "mtp", stage) if c.num_nextn_predict_layers else None
+        for name, weight in weights(self):
+            weight.name = name
+
+    def _context(self, tokens_BS: Tensor, positions_BS: Tensor | None, **rest: object) -> Context:
+        c, (batch, seq_len) = self.config, tokens_BS.shape
+        if positions_BS is None:
+            cache = rest["cache"]
+            start = cache.length if cache is not None else 0
+            positions_BS = torch.arange(start, start + seq_len, device=tokens_BS.device).expand(batch, seq_len)
+        rope = rope_tables(positions_BS.flatten(), c.rotary_dim, c.rope_theta, self.dtype)
+        return Context(batch, seq_len, rope, **rest)
+
+    def _trunk(self, tokens_BS: Tensor, ctx: Context) -> tuple[Normed, Tensor, Tensor]:
+        """Final-normed hidden states, and the layers' auxiliary losses and z-losses summed."""
+        h_TD = embedding(tokens_BS.flatten(), self.embedding, self.dtype)
+        aux_sum = z_sum = torch.zeros((), device=tokens_BS.device)
+        for layer in self.layers:
+            h_TD, aux, z = layer(h_TD, ctx)
+            aux_sum, z_sum = aux_sum + aux, z_sum + z
+        return self._head_input(h_TD, self.norm, "norm"), aux_sum, z_sum
+
+    def _head_input(self, h_TD: Tensor, norm: Weight, name: str) -> Normed:
+        return rms_norm_quantize(h_TD, norm, self.config.rms_norm_eps, self.head, self.stash, name)
+
+    def _loss(self, x: Normed, labels_BS: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        c = self.config
+        return head_loss(x.edge, self.head, labels_BS.flatten(), scale, c.head_z_loss_weight, c.loss_chunk)
+
+    def _mtp_hidden(self, x: Normed, next_tokens_BS: Tensor, ctx: Context) -> tuple[Normed, Tensor, Tensor]:
+        e_TD = embedding(next_tokens_BS.flatten(), self.embedding, self.dtype)
+        h_TD, aux, z = self.mtp(x.x_TD, e_TD, ctx)
+        return self._head_input(h_TD, self.mtp.final_norm, "mtp.norm"), aux, z
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        num_valid: NumValid,
+        positions_BS: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int = 0,
+    ) -> Losses:
+        """Loss of one micro-batch.
+
+        Args:
+            tokens_BS, labels_BS: int64; labels are the next token, -100 where ignored.
+            num_valid: counts of the global batch (all ranks, all micro-batches).
+            positions_BS, cu_seqlens, max_seqlen: packed documents that must not see each other.
+        """
+        c = self.config
+        isolated = positions_BS if cu_seqlens is not None else None
+        rest = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, num_tokens=num_valid.tokens, cache=None)
+        ctx = self._context(tokens_BS, positions_BS, **rest)
+        x, aux, z = self._trunk(tokens_BS, ctx)
+        total, ce_sum = self._loss(x, labels_BS, 1.0 / num_valid.ce.clamp(min=1))
+        next_tokens, mtp_labels = mtp_inputs(tokens_BS, labels_BS, isolated)
+        mtp_sum = torch.zeros_like(ce_sum)
+        if self.mtp is not None:
+            y, mtp_aux, mtp_z = self._mtp_hidden(x, next_tokens, ctx)
+            mtp_loss, mtp_sum = self._loss(y, mtp_labels, c.mtp_loss_weight / num_valid.mtp.clamp(min=1))
+            total, aux, z = total + mtp_loss, aux + mtp_aux, z + mtp_z
+        num_moe = c.num_hidden_layers - c.first_k_dense_replace + c.num_nextn_predict_layers
+        counts = (labels_BS != -100).sum(), (mtp_labels != -100).sum()
+        return Losses(total + aux, ce_sum, mtp_sum, *counts, z / max(num_moe, 1), aux.detach())
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Next-token logits [B, S, V] fp32 of `tokens` that follow what `cache` holds; appends to the cache."""
+        rest = dict(cu_seqlens=None, max_seqlen=0, num_tokens=torch.tensor(1, device=tokens_BS.device), cache=cache)
+        x, _, _ = self._trunk(tokens_BS, self._context(tokens_BS, None, **rest))
+        return gemm_nt(x.edge.q, self.head.q, dtype=self.dtype).float().unflatten(0, tokens_BS.shape)
+
+    @torch.no_grad()
+    def mtp_logits(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Logits [B, S, V] fp32 for the token after next."""
+        rest = dict(cu_seqlens=None, max_seqlen=0, num_tokens=torch.tensor(1, device=tokens_BS.device), cache=None)
+        ctx = self._context(tokens_BS, None, **rest)
+        x, _, _ = self._trunk(tokens_BS, ctx)
+        y, _, _ = self._mtp_hidden(x, mtp_inputs(tokens_BS, labels_BS, None)[0], ctx)
+        return gemm_nt(y.edge.q, self.head.q, dtype=self.dtype).float().unflatten(0, tokens_BS.shape)
+
+
+def _generator(device: torch.device, *key: object) -> torch.Generator:
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@torch.no_grad()
+def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Weight, Tensor]]:
+    """(name, weight, fp32 values) of every parameter: a function of seed, global name and (for experts) global expert id.
+
+    Every layout therefore starts from the same model. Matrices are normal with `init_std`, norm weights one.
+    """
+    for name, weight in weights(model):
+        device, shape = weight.data.device, weight.global_shape
+        if weight.init_std is None:
+            yield name, weight, torch.ones(weight.data.shape, device=device)
+            continue
+        value = torch.empty(weight.data.shape, dtype=torch.float32, device=device)
+        if weight.expert:
+            (piece,) = weight.pieces
+            for local in range(value.shape[0]):
+                value[local].normal_(0, weight.init_std, generator=_generator(device, seed, name, piece.offset[0] + local))
+        else:
+            whole = torch.empty(shape, dtype=torch.float32, device=device)
+            whole.normal_(0, weight.init_std, generator=_generator(device, seed, name))
+            for piece in weight.pieces:
+                sizes = [s.stop - s.start for s in piece.local]
+                value[piece.local] = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, sizes, strict=True))]
+        yield name, weight, value
