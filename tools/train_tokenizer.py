@@ -53,8 +53,8 @@ def make_tokenizer(config: DataConfig, force: bool = False) -> Tokenizer:
     tally, start = Tally(), time.perf_counter()
     tokenizer = train_tokenizer(training_texts(config, tally), config.vocab_size, config.tokenizer)
     print(
-        f"trained {config.tokenizer}: {tokenizer.vocab_size} tokens from {tally.text_bytes:,} bytes in "
-        f"{tally.documents:,} documents, {time.perf_counter() - start:.1f} s, {tokenizer.fingerprint[:12]}"
+        f"trained {config.tokenizer}: {tokenizer.vocab_size} tokens, {tally.text_bytes:,} bytes in "
+        f"{tally.documents:,} documents read, {time.perf_counter() - start:.1f} s, {tokenizer.fingerprint[:12]}"
     )
     for line in tally.lines():
         print(f"  {line}")

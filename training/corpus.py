@@ -105,10 +105,11 @@ def corpus_files(config: DataConfig) -> list[tuple[str, str, str | None]]:
     if config.source == "hub":
         return []
     if config.source == "stdlib":
-        folders = [sysconfig.get_path("stdlib")]
+        folders = [("stdlib", sysconfig.get_path("stdlib"))]
         for name in config.extra_dirs:
-            folders.append(sysconfig.get_path("purelib") if name == "site-packages" else os.path.expanduser(name))
-        return [(key, path, None) for folder in folders for key, path in _python_files(folder)]
+            folder = sysconfig.get_path("purelib") if name == "site-packages" else os.path.expanduser(name)
+            folders.append((os.path.basename(os.path.abspath(name)), folder))
+        return [(key, path, None) for label, folder in folders for key, path in _python_files(label, folder)]
     if not config.validation_paths:
         return [(key, path, None) for key, path in _matches(config.paths, "data.paths")]
     train = [(key, path, "train") for key, path in _matches(config.paths, "data.paths")]
@@ -167,19 +168,18 @@ def _all_documents(config: DataConfig, tally: Tally) -> Iterator[Document]:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _python_files(folder: str) -> list[tuple[str, str]]:
-    """(key, path) of the .py files below `folder`, sorted; the key is relative to the folder's parent."""
+def _python_files(label: str, folder: str) -> list[tuple[str, str]]:
+    """(key, path) of the .py files below `folder`, sorted; keys are `label`/relative path."""
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is not a folder (data.extra_dirs)")
     found = []
-    parent = os.path.dirname(os.path.abspath(folder))
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
         for name in names:
             # _sysconfigdata holds build paths of this machine.
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
                 path = os.path.join(root, name)
-                found.append((os.path.relpath(path, parent).replace(os.sep, "/"), path))
+                found.append((f"{label}/{os.path.relpath(path, folder)}".replace(os.sep, "/"), path))
     return sorted(found)
 
 

@@ -63,7 +63,7 @@ class PackedDataset:
         if self.num_samples < 1:
             raise UserError(
                 f"{path} holds {self.info.num_tokens} tokens, fewer than the {seq_len + 1} of one sequence "
-                f"(data.seq_len={seq_len} and a label): use more text, a shorter one or another data.validation_fraction"
+                f"(data.seq_len={seq_len}): use more text, shorter ones or another data.validation_fraction"
             )
         self._tokens_N = np.memmap(path, dtype=self.info.dtype, mode="r")
 

@@ -114,7 +114,7 @@ def read_hub(
             text = _text_of(record, text_key, f"{name}:row {number}", tally)
             if text:
                 yield f"{name}:{number}", text
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # A missing name, no network, an unknown split and a broken file all end here, each with its own text.
         raise UserError(f"cannot read data set {name} (split {split}): {error}") from error
 

@@ -118,6 +118,9 @@ def test_hub_data_sets(tmp_path, monkeypatch, streaming):
     config = DataConfig(source="hub", hub_name=str(tmp_path / "set"), streaming=streaming)
     documents, tally = read(config)
     assert [d.text for d in documents] == ["one", "two"] and tally.troubles["empty document"] == 1
+    write(tmp_path / "set", train__jsonl='{"text": "one"}\n{broken')
+    with pytest.raises(UserError, match=r"cannot read data set .*set \(split train\)"):
+        read(config)
     with pytest.raises(UserError, match="split nosplit"):
         read(DataConfig(source="hub", hub_name=str(tmp_path / "set"), hub_split="nosplit", streaming=streaming))
 
