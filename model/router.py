@@ -126,7 +126,7 @@ def update_expert_bias(module: nn.Module, axis: Axis, rate: float) -> None:
     found = [router for _, router in routers(module)]
     if not found:
         return
-    counts = all_reduce(torch.stack([r.counts for r in found]), axis)
+    counts = all_reduce(torch.stack([r.counts for r in found]), axis, "router")
     for router, counts_E in zip(found, counts, strict=True):
         router.expert_bias.copy_(bias_update(router.expert_bias, counts_E, rate))
         router.counts.zero_()
