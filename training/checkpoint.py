@@ -1,0 +1,303 @@
+"""Checkpoints: what they hold, when one counts as whole, and which one a run resumes from.
+
+    RUN/checkpoints/step_00000100/      whole: renamed into place after every file is on disk
+        state.json                      step, consumed samples, identity of model, tokenizer and data, config, wandb id
+        .metadata, __R_0.distcp         tensors (training/shards.py): masters, moments, expert bias, FP8 state, RNG
+    RUN/checkpoints/step_00000200.tmp/  being written, or left by a crash: never read
+
+Tensors are global, so another number of ranks or another layout can resume. On the same layout the continuation is bitwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8.optimizer import AdamW
+from fp8.weight import weights
+from model.config import ModelConfig
+from parallel.mesh import Mesh
+from training.errors import UserError
+from training.shards import Shard, ShardError, damage, read_shards, tensor_names, write_shards
+
+FORMAT = 1
+# Fields of ModelConfig that may change between stages of one model; any other makes another model of it.
+TUNABLE = {
+    "mtp_loss_weight", "router_z_loss_weight", "head_z_loss_weight", "aux_loss_weight", "bias_update_rate",
+    "initializer_range", "loss_chunk", "max_position_embeddings", "rope_theta",
+}  # fmt: skip
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything of a run that is not a tensor; state.json."""
+
+    step: int  # optimizer steps done
+    consumed: int  # samples taken from the data, over all ranks
+    num_steps: int  # the optimizer's own count, for bias correction
+    model: dict[str, Any]
+    tokenizer: str  # fingerprint
+    data: str  # fingerprint of the packed training file
+    config: dict[str, Any]
+    wandb_id: str | None = None
+    layout: dict[str, int] = field(default_factory=dict)
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    @staticmethod
+    def read(folder: Path) -> RunState:
+        """Of the checkpoint in `folder`. Raises UserError."""
+        try:
+            fields = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            if fields["format"] != FORMAT:
+                raise UserError(f"checkpoint {folder} has format {fields['format']}; this version reads {FORMAT}")
+            return RunState(**fields)
+        except OSError as error:
+            raise UserError(f"cannot read checkpoint {folder}: {error.strerror or error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"checkpoint {folder}: state.json is damaged ({error})") from error
+
+    def check(self, folder: Path, model: ModelConfig, tokenizer: str, data: str, warn: Warn) -> None:
+        """Raises UserError for another model or tokenizer; warns of what may change but rarely should."""
+        now = asdict(model)
+        changed = {name: (self.model.get(name), now[name]) for name in now if self.model.get(name) != now[name]}
+        wrong = [f"model.{n} is {old} there and {new} here" for n, (old, new) in changed.items() if n not in TUNABLE]
+        if wrong:
+            raise UserError(f"checkpoint {folder} is of another model: {'; '.join(wrong)}")
+        if self.tokenizer != tokenizer:
+            raise UserError(
+                f"checkpoint {folder} was trained with another tokenizer: fingerprint {self.tokenizer[:12]} there, "
+                f"{tokenizer[:12]} here (data.tokenizer)"
+            )
+        for name, (old, new) in changed.items():
+            warn(f"model.{name} changes from {old} to {new} with this resume")
+        if self.data != data:
+            warn("the training data is not what the checkpoint was trained on; the data order goes on in the new data")
+
+
+def whole_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Renamed checkpoints of a run, oldest first."""
+    folder = Path(run_dir) / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
+
+
+def newest_whole(run_dir: str | Path, warn: Warn) -> Path | None:
+    """The newest checkpoint that can be read; warns of each half-written or damaged one that it skips."""
+    for half in sorted((Path(run_dir) / "checkpoints").glob("step_*.tmp")):
+        warn(f"skipping {half}: a save that was interrupted")
+    for path in reversed(whole_checkpoints(run_dir)):
+        reason = damage(path)
+        try:
+            RunState.read(path)
+        except UserError as error:
+            reason = str(error)
+        if reason is None:
+            return path
+        warn(f"skipping checkpoint {path}: {reason}")
+    return None
+
+
+def locate(path: str, warn: Warn) -> Path:
+    """The checkpoint that `path` means: itself, or the newest whole one of a run. Raises UserError for neither."""
+    folder = Path(path)
+    if (folder / "state.json").is_file():
+        reason = damage(folder)
+        if reason is not None:
+            raise UserError(f"checkpoint {folder} is not whole: {reason}")
+        return folder
+    newest = newest_whole(folder, warn)
+    if newest is None:
+        raise UserError(f"no checkpoint at {path}: neither a checkpoint nor a run that has one")
+    return newest
+
+
+def resume_from(run_dir: str, resume: str, warn: Warn) -> Path | None:
+    """Which checkpoint `checkpoint.resume` asks for; None to start anew.
+
+    A run that has checkpoints of its own goes on from them even when `resume` names another run: that is how a restarted
+    job finds its way.
+
+    Raises:
+        UserError: `resume` is "none" but the run has checkpoints already, or names something that is not there.
+    """
+    own = newest_whole(run_dir, warn)
+    if resume == "none":
+        if whole_checkpoints(run_dir):
+            raise UserError(
+                f"{run_dir} already holds a run (up to {whole_checkpoints(run_dir)[-1].name}); "
+                "choose another run.dir, or checkpoint.resume=auto to continue it"
+            )
+        return None
+    if own is not None or resume == "auto":
+        if own is None and whole_checkpoints(run_dir):
+            raise UserError(f"no checkpoint of {run_dir} can be read; move its checkpoints/ away to start anew")
+        if resume != "auto" and Path(resume).resolve() not in (own.resolve(), Path(run_dir).resolve()):
+            warn(f"{run_dir} has checkpoints of its own: continuing {own}, not checkpoint.resume={resume}")
+        return own
+    return locate(resume, warn)
+
+
+def tensors(model: nn.Module, optimizer: AdamW | None, rank: int) -> dict[str, Shard]:
+    """Every tensor of a run by its global name, as this rank holds it.
+
+    Modules may add their own (FP8 scale histories and the like) through a method `checkpoint_tensors() -> {name: Tensor}`;
+    the router does so with its expert bias.
+    """
+    found = {}
+    for name, weight in weights(model) if optimizer is not None else ():
+        for kind, tensor in optimizer.state()[name].items():
+            found[f"{kind}.{name}"] = tensor if isinstance(tensor, Shard) else Shard.like(weight, tensor)
+    for name, module in model.named_modules():
+        if hasattr(module, "checkpoint_tensors"):
+            found |= {f"state.{name}.{key}": Shard.whole(t) for key, t in module.checkpoint_tensors().items()}
+    if optimizer is not None:
+        found |= {f"rng.{rank}.{device}": Shard.whole(state) for device, state in _rng_states().items()}
+    return found
+
+
+def _rng_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+class Checkpointer:
+    """Saves and loads one run. Every rank calls every method."""
+
+    def __init__(self, run_dir: str, keep: int, model: nn.Module, optimizer: AdamW, mesh: Mesh) -> None:
+        self.folder, self.keep = Path(run_dir) / "checkpoints", keep
+        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+
+    def save(self, state: RunState) -> Path:
+        """Writes the checkpoint of `state.step` and drops old ones beyond `keep`.
+
+        Raises:
+            UserError: nothing was saved (disk full, say). Earlier checkpoints are as they were.
+        """
+        final = self.folder / f"step_{state.step:08d}"
+        partial = final.with_suffix(".tmp")
+        self._on_rank_zero(lambda: self._begin(partial, state))
+        try:
+            write_shards(partial, tensors(self.model, self.optimizer, self.mesh.world.rank), self.mesh.world)
+        except ShardError as error:
+            self._on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise UserError(f"checkpoint of step {state.step} not saved, {error}; earlier ones are intact") from error
+        self._on_rank_zero(lambda: self._finish(partial, final))
+        return final
+
+    def _begin(self, partial: Path, state: RunState) -> None:
+        for leftover in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with open(partial / "state.json", "w", encoding="utf-8") as file:
+            json.dump(asdict(state), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _finish(self, partial: Path, final: Path) -> None:
+        _sync(partial)
+        if final.exists():  # the same step of an earlier attempt
+            _remove(final)
+        partial.rename(final)
+        _sync(self.folder)
+        for old in whole_checkpoints(self.folder.parent)[: -self.keep]:
+            if old != final:
+                _remove(old)
+
+    def _on_rank_zero(self, action: Callable[[], Any]) -> None:
+        """Runs `action` on rank 0; an OSError there becomes a UserError on every rank."""
+        problem = None
+        if self.mesh.world.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                problem = f"cannot write {self.folder}: {error.strerror or error}; earlier checkpoints are intact"
+        if self.mesh.world.size > 1:
+            box = [problem]
+            dist.broadcast_object_list(box, src=0, group=self.mesh.world.group)
+            problem = box[0]
+        if problem is not None:
+            raise UserError(problem)
+
+    def load(self, path: Path, state: RunState) -> None:
+        """Puts the tensors of the checkpoint at `path` into model and optimizer, whose masters must exist.
+
+        Raises:
+            UserError: tensors are missing or cannot be read.
+        """
+        wanted = tensors(self.model, self.optimizer, self.mesh.world.rank)
+        saved = tensor_names(path)
+        # Ranks that did not exist at the save keep the generators that they were started with.
+        wanted = {name: shard for name, shard in wanted.items() if not (name.startswith("rng.") and name not in saved)}
+        try:
+            read_shards(path, wanted, self.mesh.world)
+        except ShardError as error:
+            raise UserError(f"cannot load checkpoint {path}: {error}") from error
+        for name, weight in weights(self.model):
+            master = self.optimizer.state()[name]["master"]
+            if master is not weight.data:
+                weight.set_(master)
+        self.optimizer.num_steps = state.num_steps
+        rank = self.mesh.world.rank
+        if f"rng.{rank}.cpu" in wanted:
+            torch.set_rng_state(wanted[f"rng.{rank}.cpu"].tensor)
+        if f"rng.{rank}.cuda" in wanted:
+            torch.cuda.set_rng_state(wanted[f"rng.{rank}.cuda"].tensor)
+
+
+def load_masters(path: Path, model: nn.Module, mesh: Mesh, group_bytes: int = 2**31) -> None:
+    """Fills a model without an optimizer (evaluation, generation, export) from the masters of a checkpoint.
+
+    Masters pass through memory `group_bytes` at a time. Raises UserError as `Checkpointer.load`.
+    """
+    try:
+        read_shards(path, tensors(model, None, 0), mesh.world)
+        for group in _groups(weights(model), group_bytes):
+            masters = {name: torch.empty(w.data.shape, dtype=torch.float32, device=w.data.device) for name, w in group}
+            read_shards(path, {f"master.{name}": Shard.like(w, masters[name]) for name, w in group}, mesh.world)
+            for name, weight in group:
+                weight.set_(masters[name])
+    except ShardError as error:
+        raise UserError(f"cannot load checkpoint {path}: {error}") from error
+
+
+def _groups(named: Iterable[tuple[str, Any]], limit: int) -> Iterable[list[tuple[str, Any]]]:
+    group, size = [], 0
+    for name, weight in named:
+        if group and size + 4 * weight.numel > limit:
+            yield group
+            group, size = [], 0
+        group.append((name, weight))
+        size += 4 * weight.numel
+    if group:
+        yield group
+
+
+def _remove(folder: Path) -> None:
+    """Deletes a checkpoint; renamed first, so that one half deleted is never taken for whole."""
+    doomed = folder.with_name(f"{folder.name}.old.tmp")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Makes renames inside `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
