@@ -70,6 +70,11 @@ def _slices(groups: Groups) -> list[tuple[int, int, int]]:
     ]
 
 
+def _has_kernel(a: Quantized) -> bool:
+    """Block-scaled operands on Hopper go to grouped_gemm_sm90; other devices and recipes take the reference."""
+    return a.data.is_cuda and a.tile == (1, BLOCK) and torch.cuda.get_device_capability(a.device) == (9, 0)
+
+
 # ---------------------------------------------------------------- forward and dgrad
 
 
@@ -93,6 +98,10 @@ def grouped_gemm_nt(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dty
     assert a.shape[-1] == b.shape[-1], f"K differs: {tuple(a.shape)} . {tuple(b.shape)}^T"
     if a.data.is_cuda and a.scale_inv is None and a.data.dtype == torch.bfloat16:
         return F.grouped_mm(a.data, b.data.transpose(1, 2), offs=groups.ends_E, out_dtype=dtype)
+    if _has_kernel(a):
+        from fp8.grouped_gemm_sm90 import grouped_gemm_nt_sm90  # Triton comes with CUDA builds of torch only
+
+        return grouped_gemm_nt_sm90(a, b, groups, dtype)
     return grouped_gemm_nt_ref(a, b, groups, dtype)
 
 
@@ -120,5 +129,9 @@ def grouped_wgrad(dy_t: Quantized, x_t: Quantized, groups: Groups, out: Tensor, 
         y = F.grouped_mm(dy_t.data, x_t.data.t(), offs=groups.ends_E, out_dtype=torch.bfloat16)
         y = torch.where((groups.counts_E > 0)[:, None, None], y, torch.zeros_like(y))  # empty groups come unwritten
         out.add_(y) if accumulate else out.copy_(y)
-        return
+        return None
+    if _has_kernel(dy_t):
+        from fp8.grouped_gemm_sm90 import grouped_wgrad_sm90
+
+        return grouped_wgrad_sm90(dy_t, x_t, groups, out, accumulate)
     grouped_wgrad_ref(dy_t, x_t, groups, out, accumulate)

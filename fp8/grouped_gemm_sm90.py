@@ -338,7 +338,12 @@ def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: b
 
 
 def grouped_gemm_nt_sm90(
-    a: Quantized, b: Quantized, groups: Groups, dtype: torch.dtype = torch.bfloat16, tile: Tile | None = None
+    a: Quantized,
+    b: Quantized,
+    groups: Groups,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """a [R, K] (1x128) . b [E, N, K]^T (128x128) of each row block's expert -> [R, N].
 
@@ -346,7 +351,8 @@ def grouped_gemm_nt_sm90(
     """
     n_size = b.shape[1]
     assert a.shape[0] == groups.max_rows, f"A has {a.shape[0]} rows, the groups {groups.max_rows}"
-    out = torch.empty(groups.max_rows, n_size, dtype=dtype, device=a.device)
+    if out is None:
+        out = torch.empty(groups.max_rows, n_size, dtype=dtype, device=a.device)
     if tile is None:
         tile = NARROW[dtype] if n_size % (2 * BLOCK) == BLOCK else TILES["nt", dtype, False]
     _launch(a, b, out, groups, False, tile)

@@ -10,12 +10,24 @@ floor near gradients (DeepGEMM's 1e-4 would flush them). Non-finite amax -> s = 
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8.quantized import Quantized, expand_scales
-from fp8.recipe import BLOCK, FP8_MAX, Spec
+from fp8.recipe import BLOCK, E4M3, FP8_MAX, Spec
+
+
+def _kernels(t: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """The Triton kernels where they apply (E4M3 on a GPU, rows in whole 16-byte pieces); None means the reference."""
+    if not t.is_cuda or dtype != E4M3 or t.shape[-1] % 16:
+        return None
+    from fp8 import quantize_kernels  # Triton comes with CUDA builds of torch only
+
+    return quantize_kernels
+
 
 # ---------------------------------------------------------------- scales and casts
 
@@ -67,6 +79,11 @@ def quantize_ref(x: Tensor, spec: Spec) -> Quantized:
 
 def quantize(x: Tensor, spec: Spec) -> Quantized:
     """Quantises [..., R, C] as the GEMM's A or B operand (K along C)."""
+    kernels = _kernels(x, spec.dtype)
+    if kernels and spec.tile == (1, BLOCK) and x.dim() == 2:
+        return kernels.quantize_rows(x.contiguous())
+    if kernels and spec.tile == (BLOCK, BLOCK):
+        return kernels.quantize_blocks(x.contiguous())
     return quantize_ref(x, spec)
 
 
@@ -79,9 +96,41 @@ def quantize_t_ref(x_RC: Tensor, spec: Spec) -> Quantized:
     return quantize_ref(x_CR, spec)
 
 
-def quantize_t(x_RC: Tensor, spec: Spec) -> Quantized:
-    """Quantises the transpose of [R, C] along R: [C, Rp]."""
+def quantize_t(x_RC: Tensor, spec: Spec, live_B: Tensor | None = None) -> Quantized:
+    """Quantises the transpose of [R, C] along R: [C, Rp].
+
+    Args:
+        live_B: int32 [Rp / 128], e.g. `Groups.block_expert_B`; blocks with a negative entry hold nothing, and the kernel skips
+            them (their output is undefined).
+    """
+    kernels = _kernels(x_RC, spec.dtype)
+    if kernels and spec.tile == (1, BLOCK) and x_RC.dtype == torch.bfloat16:
+        return kernels.quantize_transposed(x_RC.contiguous(), both=False, live_B=live_B)[1]
     return quantize_t_ref(x_RC, spec)
+
+
+def quantize_both(x_RC: Tensor, spec: Spec, live_B: Tensor | None = None) -> tuple[Quantized, Quantized]:
+    """(quantize(x), quantize_t(x)) with one read of x: what dgrad and wgrad want of dY. `live_B` as for `quantize_t`."""
+    kernels = _kernels(x_RC, spec.dtype)
+    if kernels and spec.tile == (1, BLOCK) and x_RC.dtype == torch.bfloat16:
+        return kernels.quantize_transposed(x_RC.contiguous(), both=True, live_B=live_B)
+    return quantize(x_RC, spec), quantize_t(x_RC, spec)
+
+
+# ---------------------------------------------------------------- retile_t
+
+
+def retile_t_ref(q_RC: Quantized, spec: Spec) -> Quantized:
+    """Row-quantised [R, C] -> its transpose [C, Rp], quantised anew in tiles along R: a gradient that travelled in FP8."""
+    return quantize_t_ref(q_RC.dequantize(), spec)
+
+
+def retile_t(q_RC: Quantized, spec: Spec, live_B: Tensor | None = None) -> Quantized:
+    """Transposes [R, C] to [C, Rp] with `spec`'s tiles along R; see `retile_t_ref`. `live_B` as for `quantize_t`."""
+    kernels = _kernels(q_RC.data, spec.dtype)
+    if kernels and q_RC.data.dtype == E4M3 and q_RC.tile == spec.tile == (1, BLOCK):
+        return kernels.retile_transposed(q_RC, live_B)
+    return retile_t_ref(q_RC, spec)
 
 
 # ---------------------------------------------------------------- requantize_t
@@ -111,8 +160,15 @@ def requantize_t_ref(q: Quantized) -> Quantized:
     return Quantized(out.t().contiguous(), target.t().contiguous(), (BLOCK, BLOCK))
 
 
-def requantize_t(q: Quantized) -> Quantized:
-    """Re-tiles a row-quantised [R, C] into its transpose [C, Rp] with 128x128 scales; see `requantize_t_ref`."""
+def requantize_t(q: Quantized, live_B: Tensor | None = None) -> Quantized:
+    """Re-tiles a row-quantised [R, C] into its transpose [C, Rp] with 128x128 scales; see `requantize_t_ref`.
+
+    Args:
+        live_B: as for `quantize_t`.
+    """
+    kernels = _kernels(q.data, q.data.dtype)
+    if kernels and q.tile == (1, BLOCK):
+        return kernels.requantize_transposed(q, live_B)
     return requantize_t_ref(q)
 
 
@@ -130,6 +186,10 @@ def transpose_ref(w: Quantized) -> Quantized:
 
 def transpose(w: Quantized) -> Quantized:
     """The exact transpose of a weight, made on demand for dgrad and dropped after it."""
+    kernels = _kernels(w.data, w.data.dtype)
+    if kernels and w.scale_inv is not None and w.shape[-2] % 4 == 0:
+        scale_inv = w.scale_inv.transpose(-1, -2).contiguous()
+        return Quantized(kernels.transpose_codes(w.data.contiguous()), scale_inv, w.tile)
     return transpose_ref(w)
 
 

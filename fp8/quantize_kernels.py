@@ -120,6 +120,34 @@ def _load_bf16x4(ptr, mask):
 
 
 @triton.jit
+def _decode(code):
+    """E4M3 code (int32) -> fp32 in integer arithmetic."""
+    magnitude = code & 0x7F
+    bits = (magnitude << 20) + 0x3C000000
+    subnormal = magnitude.to(tl.float32) * 0.001953125
+    bits = tl.where(magnitude < 8, subnormal.to(tl.int32, bitcast=True), tl.where(magnitude == 0x7F, 0x7FC00000, bits))
+    return (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_fp8x4(ptr, si_ptr, row, rows, words_ok, HARDWARE: tl.constexpr):
+    """Four neighbouring E4M3 columns of each row, times the row's inverse scale, as fp32 tensors."""
+    word = tl.load(ptr, mask=(row < rows)[:, None] & words_ok[None, :], other=0)
+    scale = tl.load(si_ptr + row, mask=row < rows, other=0.0)[:, None]
+    if HARDWARE:
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi, h0, h1, h2, h3; .reg .b32 a, b; mov.b32 {lo, hi}, $4; "
+            "cvt.rn.f16x2.e4m3x2 a, lo; cvt.rn.f16x2.e4m3x2 b, hi; mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b; "
+            "cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3; }",
+            "=f,=f,=f,=f,r", [word], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        x0, x1 = _decode(word & 0xFF), _decode((word >> 8) & 0xFF)
+        x2, x3 = _decode((word >> 16) & 0xFF), _decode((word >> 24) & 0xFF)
+    return x0 * scale, x1 * scale, x2 * scale, x3 * scale
+
+
+@triton.jit
 def _max4(a, b, c, d):
     return tl.maximum(tl.maximum(_abs_bits(a), _abs_bits(b)), tl.maximum(_abs_bits(c), _abs_bits(d)))
 
@@ -215,6 +243,34 @@ def _quantize_transposed(
         _store_row(q_ptr, si, row + 1, words_ok, offset + words, rows, b0, b1, b2, b3, HARDWARE)
         _store_row(q_ptr, si, row + 2, words_ok, offset + 2 * words, rows, c0, c1, c2, c3, HARDWARE)
         _store_row(q_ptr, si, row + 3, words_ok, offset + 3 * words, rows, d0, d1, d2, d3, HARDWARE)
+    sit = sit_ptr + rb.to(tl.int64) * cols
+    row_word = rb * 32 + group
+    _store_column(qt_ptr, sit, 4 * word, words_ok, row_word, words_per_row_t, a0, b0, c0, d0, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 1, words_ok, row_word, words_per_row_t, a1, b1, c1, d1, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 2, words_ok, row_word, words_per_row_t, a2, b2, c2, d2, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 3, words_ok, row_word, words_per_row_t, a3, b3, c3, d3, HARDWARE)
+
+
+@triton.jit
+def _retile_transposed(
+    q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t, LIVE: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """One 128x128 block of row-tiled codes (int32 words), quantised anew in tiles along rows, transposed."""
+    cb, rb = tl.program_id(0), tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb) < 0:
+            return
+    group = tl.arange(0, 32)
+    word = cb * 32 + tl.arange(0, 32)
+    words = cols // 4
+    words_ok = word < words
+    row = rb * 128 + 4 * group
+    src = q_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
+    si = si_ptr + cb.to(tl.int64) * rows
+    a0, a1, a2, a3 = _load_fp8x4(src, si, row, rows, words_ok, HARDWARE)
+    b0, b1, b2, b3 = _load_fp8x4(src + words, si, row + 1, rows, words_ok, HARDWARE)
+    c0, c1, c2, c3 = _load_fp8x4(src + 2 * words, si, row + 2, rows, words_ok, HARDWARE)
+    d0, d1, d2, d3 = _load_fp8x4(src + 3 * words, si, row + 3, rows, words_ok, HARDWARE)
     sit = sit_ptr + rb.to(tl.int64) * cols
     row_word = rb * 32 + group
     _store_column(qt_ptr, sit, 4 * word, words_ok, row_word, words_per_row_t, a0, b0, c0, d0, HARDWARE)
@@ -325,6 +381,19 @@ def quantize_transposed(
         rows, cols, rows_p // 4, BOTH=both, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=8,
     )  # fmt: skip
     return (Quantized(q, si, (1, BLOCK)) if both else None), Quantized(q_t, si_t.t(), (1, BLOCK))
+
+
+def retile_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantized:
+    """[R, C] with 1x128 tiles -> its transpose [C, Rp] with 1x128 tiles along R: a gradient that arrived in FP8."""
+    rows, cols = q_RC.shape
+    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    q_t = _empty_fp8(cols, rows_p, like=q_RC.data)
+    si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=q_RC.device)
+    _retile_transposed[(triton.cdiv(cols, BLOCK), rows_p // BLOCK)](
+        q_RC.data.view(torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
+        rows, cols, rows_p // 4, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=8,
+    )  # fmt: skip
+    return Quantized(q_t, si_t.t(), (1, BLOCK))
 
 
 def requantize_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantized:

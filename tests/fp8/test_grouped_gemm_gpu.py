@@ -1,0 +1,152 @@
+"""The Hopper expert GEMMs against float64, with everything they must not read poisoned.
+
+Bounds: the FP8 tensor core keeps about 13 fraction bits while it adds (relative to the largest term), so a 128-wide block is off
+by at most 2^-11 of the sum of magnitudes; FP32 promotion adds nothing visible; the output is rounded once.
+"""
+
+import pytest
+import torch
+
+from fp8.grouped_gemm import Groups, make_groups
+from fp8.quantize import quantize_ref, quantize_t_ref, requantize_t_ref
+from fp8.quantized import Quantized
+from fp8.recipe import Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+ROW, BLOCKS = Spec("e4m3", (1, 128), "block"), Spec("e4m3", (128, 128), "block")
+NAN_CODE = 0x7F
+ODD = [0, 1, 127, 128, 129, 0, 300, 64, 65, 0]
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
+
+
+def groups_of(counts: list[int], spare_blocks: int = 3) -> Groups:
+    """Groups with `spare_blocks` blocks past the last one."""
+    rows = sum(-(-c // 128) * 128 for c in counts) + 128 * spare_blocks
+    return make_groups(torch.tensor(counts, device="cuda"), rows)
+
+
+def grouped_rows(groups: Groups, cols: int, positive: bool = False) -> torch.Tensor:
+    """Random rows of very different size in each group's real rows, zeros elsewhere: [R, cols] fp32."""
+    x = torch.randn(groups.max_rows, cols, device="cuda")
+    x = (x.abs() + 0.5 if positive else x) * torch.exp2(torch.randint(-6, 7, (groups.max_rows, 1), device="cuda").float())
+    real = torch.zeros(groups.max_rows, 1, device="cuda")
+    for start, count in zip(groups.starts_E.tolist(), groups.counts_E.tolist(), strict=True):
+        real[start : start + count] = 1
+    return x * real
+
+
+def poison(q: Quantized, end: int, rows_first: bool) -> Quantized:
+    """NaN codes and NaN scales past row `end`."""
+    data, scale = q.data.view(torch.uint8), q.scale_inv
+    if rows_first:
+        data[end:] = NAN_CODE
+        scale[end:] = float("nan")
+    else:
+        data[:, end:] = NAN_CODE
+        scale[:, end // 128 :] = float("nan")
+    return q
+
+
+def assert_close(out: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, what: str) -> None:
+    """Elementwise |out - exact| <= rounding * |exact| + 2^-11 * sum of |a||b|; NaN fails."""
+    bound = ROUNDING[out.dtype] * exact.abs() + 2.0**-11 * magnitude + 1e-30
+    excess = ((out.double() - exact).abs() / bound).nan_to_num(nan=float("inf"))
+    assert excess.numel() == 0 or excess.max() <= 1, f"{what}: {excess.max().item():.3g} times the bound"
+
+
+def check_nt(counts: list[int], n: int, k: int, dtype: torch.dtype, a: torch.Tensor | None = None, b: torch.Tensor | None = None):
+    from fp8.grouped_gemm_sm90 import grouped_gemm_nt_sm90
+
+    groups = groups_of(counts)
+    end = int(groups.ends_E[-1])
+    a_q = poison(quantize_ref(grouped_rows(groups, k) if a is None else a, ROW), end, rows_first=True)
+    b_q = quantize_ref(torch.randn(len(counts), n, k, device="cuda") if b is None else b, BLOCKS)
+    out = torch.full((groups.max_rows, n), float("nan"), dtype=dtype, device="cuda")
+    grouped_gemm_nt_sm90(a_q, b_q, groups, dtype, out=out)
+    assert out[end:].isnan().all(), "rows past the last group were written"
+    a64, b64 = a_q.dequantize().double(), b_q.dequantize().double()
+    for e, (start, stop) in enumerate(zip(groups.starts_E.tolist(), groups.ends_E.tolist(), strict=True)):
+        rows = slice(start, stop)
+        assert_close(out[rows], a64[rows] @ b64[e].t(), a64[rows].abs() @ b64[e].abs().t(), f"expert {e}")
+    again = grouped_gemm_nt_sm90(a_q, b_q, groups, dtype)
+    assert torch.equal(out[:end], again[:end]), "two runs differ"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n, k", [(256, 128), (512, 384), (384, 256), (128, 512), (1024, 1024)])
+def test_nt_odd_groups(n: int, k: int, dtype: torch.dtype):
+    check_nt(ODD, n, k, dtype)
+
+
+@pytest.mark.parametrize("counts", [[1000], [0, 0, 0, 777], [513, 0, 0], [0, 0], [1] * 512, [130] * 64])
+def test_nt_group_shapes(counts: list[int]):
+    check_nt(counts, 256, 256, torch.bfloat16)
+
+
+def test_nt_fills_every_multiprocessor_many_times():
+    check_nt([700, 0, 1900, 3, 2500, 128, 4000, 999], 2048, 512, torch.bfloat16)
+
+
+def test_nt_long_sums_of_one_sign():
+    """Left in the tensor core's accumulator, 16384 positive terms lose percents; promoted every 128 they must not."""
+    groups = groups_of([200])
+    a = grouped_rows(groups, 16384, positive=True)
+    check_nt([200], 256, 16384, torch.float32, a, torch.rand(1, 256, 16384, device="cuda") + 0.5)
+
+
+def test_nt_long_sums_that_cancel():
+    groups = groups_of([200])
+    a = grouped_rows(groups, 16384, positive=True)
+    b = torch.rand(1, 256, 16384, device="cuda") + 0.5
+    b[..., 8192:] *= -1
+    check_nt([200], 256, 16384, torch.float32, a, b)
+
+
+def check_wgrad(counts: list[int], n: int, k: int, dtype: torch.dtype, accumulate: bool):
+    from fp8.grouped_gemm_sm90 import grouped_wgrad_sm90
+
+    groups = groups_of(counts)
+    end = int(groups.ends_E[-1])
+    dy_t = poison(quantize_t_ref(grouped_rows(groups, n), ROW), end, rows_first=False)
+    x_t = poison(requantize_t_ref(quantize_ref(grouped_rows(groups, k), ROW)), end, rows_first=False)
+    old = torch.randn(len(counts), n, k, device="cuda").to(dtype)
+    old[:, 0, 0] = -0.0
+    out = old.clone() if accumulate else torch.full_like(old, float("nan"))
+    grouped_wgrad_sm90(dy_t, x_t, groups, out, accumulate)
+    again = old.clone() if accumulate else torch.full_like(old, float("nan"))
+    grouped_wgrad_sm90(dy_t, x_t, groups, again, accumulate)
+    assert torch.equal(out, again), "two runs differ"
+    dy64, x64 = dy_t.dequantize().double(), x_t.dequantize().double()
+    for e, (start, stop) in enumerate(zip(groups.starts_E.tolist(), groups.ends_E.tolist(), strict=True)):
+        if start == stop:
+            expected = old[e] if accumulate else torch.zeros_like(old[e])
+            assert torch.equal(out[e].view(torch.int16), expected.view(torch.int16)), f"empty expert {e} was touched"
+            continue
+        dy, x = dy64[:, start:stop], x64[:, start:stop]
+        exact = dy @ x.t() + (old[e].double() if accumulate else 0)
+        assert_close(out[e], exact, dy.abs() @ x.abs().t(), f"expert {e}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("n, k", [(128, 256), (256, 128), (384, 640), (512, 512)])
+def test_wgrad_odd_groups(n: int, k: int, accumulate: bool, dtype: torch.dtype):
+    check_wgrad(ODD, n, k, dtype, accumulate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("counts", [[16384], [0, 0, 0, 777], [513, 0, 0], [0, 0], [1] * 512, [130] * 64])
+def test_wgrad_group_shapes(counts: list[int], accumulate: bool, dtype: torch.dtype):
+    check_wgrad(counts, 128, 256, dtype, accumulate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_wgrad_fills_every_multiprocessor_many_times(dtype: torch.dtype):
+    check_wgrad([700, 0, 1900, 3, 2500, 128, 400, 999], 1024, 2048, dtype, accumulate=True)

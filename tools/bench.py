@@ -1,0 +1,23 @@
+"""Benchmarks: `python -m tools.bench <what> [options]`. Each prints a table and, with --out, writes JSON."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS = {
+    "kernels": ("tools.bench_kernels", "expert GEMMs and quantise kernels of fp8/ on one GPU"),
+}
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        print(__doc__)
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:10} {text}")
+        sys.exit(2)
+    importlib.import_module(COMMANDS[sys.argv[1]][0]).main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
