@@ -2,6 +2,7 @@
 
 Shapes: T tokens, k experts a token, E experts, R rows of the padded buffer, D features.
 Row order inside a group is the order of (token, slot): deterministic, and the same under every layout.
+An id of -1 is a slot whose expert lives on another rank: it gets no row and adds nothing to a sum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Permutation:
     """Where each (token, slot) goes and where each row comes from; made on the device, no host synchronisation.
 
     Attributes:
-        row_Tk: int64 row of each (token, slot).
+        row_Tk: int64 row of each (token, slot); -1 where there is none.
         slot_R: int64 flat (token * k + slot) of each row; -1 for padding.
         groups: layout of the rows.
     """
@@ -30,38 +31,52 @@ class Permutation:
     groups: Groups
 
 
-def build_permutation(ids_Tk: Tensor, num_experts: int) -> Permutation:
-    """Permutation from expert ids [T, k]; one stable sort."""
+def build_permutation(ids_Tk: Tensor, num_experts: int, max_rows: int | None = None) -> Permutation:
+    """Permutation from expert ids [T, k] (-1: no expert here); one stable sort.
+
+    Args:
+        max_rows: rows of the buffer, a multiple of 128, where the caller knows how many it needs; else the worst case.
+    """
     flat = ids_Tk.flatten().long()
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    groups = make_groups(counts, padded_rows(flat.numel(), num_experts))
+    flat = torch.where(flat < 0, num_experts, flat)  # slots without an expert sort behind the last one
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    max_rows = padded_rows(flat.numel(), num_experts) if max_rows is None else max_rows
+    groups = make_groups(counts[:-1], max_rows)
     order = torch.argsort(flat, stable=True)
-    first = counts.cumsum(0) - counts
     sorted_expert = flat[order]
-    rows = groups.starts_E.long()[sorted_expert] + torch.arange(flat.numel(), device=flat.device) - first[sorted_expert]
-    slot_R = torch.full((groups.max_rows,), -1, dtype=torch.int64, device=flat.device)
-    slot_R[rows] = order
+    shift = torch.cat([groups.starts_E.long(), groups.starts_E.new_zeros(1).long()]) - (counts.cumsum(0) - counts)
+    rows = torch.arange(flat.numel(), device=flat.device) + shift[sorted_expert]
+    present = sorted_expert < num_experts
+    slot_R = torch.full((groups.max_rows + 1,), -1, dtype=torch.int64, device=flat.device)  # absent slots: the last
+    slot_R[torch.where(present, rows, groups.max_rows)] = order
     row = torch.empty_like(flat)
-    row[order] = rows
-    return Permutation(row.view(ids_Tk.shape), slot_R, groups)
+    row[order] = torch.where(present, rows, -1)
+    return Permutation(row.view(ids_Tk.shape), slot_R[:-1], groups)
 
 
 def _gather_rows(x: Tensor, index_R: Tensor, fill: float) -> Tensor:
     """x[index], with `fill` where the index is negative; FP8 moves as bytes."""
     pad = (index_R < 0).view(-1, *([1] * (x.dim() - 1)))
     raw = x.view(torch.uint8) if x.element_size() == 1 else x
+    if raw.shape[0] == 0:  # nothing to read: every index is negative
+        raw = raw.new_zeros(1, *raw.shape[1:])
     return raw[index_R.clamp(min=0)].masked_fill(pad, fill).view(x.dtype)
 
 
-def permute(x: Quantized, perm: Permutation) -> Quantized:
-    """[T, D] -> [R, D]: every token's row copied to its k places; padding rows are zero with scale 1."""
-    k = perm.row_Tk.shape[1]
-    token_R = torch.where(perm.slot_R >= 0, perm.slot_R // k, perm.slot_R)
-    data = _gather_rows(x.data, token_R, 0)
+def gather_rows(x: Quantized, index_R: Tensor) -> Quantized:
+    """Rows of [T, D] (row-tiled, tensorwise or unscaled) by index; a negative index gives a zero row with scale 1."""
+    data = _gather_rows(x.data, index_R, 0)
     if x.scale_inv is None or x.tile == (0, 0):
         return Quantized(data, x.scale_inv, x.tile)
-    scale_inv = _gather_rows(x.scale_inv.t().contiguous().t(), token_R, 1.0)
+    scale_inv = _gather_rows(x.scale_inv.t().contiguous().t(), index_R, 1.0)
     return Quantized(data, scale_inv.t().contiguous().t(), x.tile)
+
+
+def permute(x: Quantized, perm: Permutation) -> Quantized:
+    """[T, D] -> [R, D]: every token's row copied to its places; padding rows are zero with scale 1."""
+    k = perm.row_Tk.shape[1]
+    return gather_rows(x, torch.where(perm.slot_R >= 0, perm.slot_R // k, perm.slot_R))
 
 
 def permute_slots(w_Tk: Tensor, perm: Permutation) -> Tensor:
@@ -70,13 +85,18 @@ def permute_slots(w_Tk: Tensor, perm: Permutation) -> Tensor:
 
 
 def unpermute_slots(w_R: Tensor, perm: Permutation) -> Tensor:
-    """[R] -> [T, k]."""
-    return w_R[perm.row_Tk]
+    """[R] -> [T, k]; zero where a slot has no row."""
+    return _gather_rows(w_R, perm.row_Tk.flatten(), 0.0).view(perm.row_Tk.shape)
+
+
+def sum_rows(y_RD: Tensor, row_Tk: Tensor) -> Tensor:
+    """[R, D] -> [T, D]: the sum of rows row_Tk[t] (negative: none), in FP32 and slot order."""
+    out = _gather_rows(y_RD, row_Tk[:, 0], 0.0).float()
+    for slot in range(1, row_Tk.shape[1]):
+        out += _gather_rows(y_RD, row_Tk[:, slot], 0.0).float()
+    return out.to(y_RD.dtype)
 
 
 def unpermute_sum(y_RD: Tensor, perm: Permutation) -> Tensor:
-    """[R, D] -> [T, D]: the sum over a token's k rows, in FP32 and slot order."""
-    out = y_RD[perm.row_Tk[:, 0]].float()
-    for slot in range(1, perm.row_Tk.shape[1]):
-        out += y_RD[perm.row_Tk[:, slot]].float()
-    return out.to(y_RD.dtype)
+    """[R, D] -> [T, D]: the sum over a token's rows, in FP32 and slot order."""
+    return sum_rows(y_RD, perm.row_Tk)

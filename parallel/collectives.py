@@ -1,7 +1,7 @@
-"""Collectives of tensors and of Quantized on an Axis; each returns its input on a solo axis. The only callers of torch.distributed.
+"""Collectives of tensors and of Quantized on an Axis; each returns its input on a solo axis.
 
-FP8 travels as uint8 views (gloo refuses float8). A row-tiled Quantized travels as one buffer: each row's bytes and, behind them, its
-scales, one byte each: a power of two is its exponent (E8M0), so nothing is lost.
+FP8 travels as uint8 views (gloo refuses float8). A row-tiled Quantized travels as one buffer: each row's bytes and,
+behind them, its scales, one byte each: a power of two is its exponent (E8M0), so nothing is lost.
 
 Shapes: R rows, C columns, B bytes of one packed row, n ranks of the axis.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8.quantize import quantize
 from fp8.quantized import TENSORWISE, Quantized
-from fp8.recipe import BLOCK, Spec
+from fp8.recipe import Spec
 from parallel.mesh import Axis
 from parallel.traffic import FORMAT_NAMES
 
@@ -236,7 +236,7 @@ class _Arrived:
 
 
 def start_all_gather_rows(q: Quantized, axis: Axis, kind: str) -> PendingRows | _Arrived:
-    """q [m, C] -> [n * m, C], payload and scales in one collective. A tensorwise scale must already be the axis's common one."""
+    """q [m, C] -> [n * m, C], payload and scales in one collective. A tensorwise scale must be common to the axis."""
     if axis.size == 1:
         return _Arrived(q)
     form = RowFormat.of(q)
@@ -257,6 +257,3 @@ def start_exchange(
     form = RowFormat.of(q)
     pending = start_all_to_all(pack_rows(q), axis, kind, send, recv, FORMAT_NAMES[form.dtype])
     return PendingRows(pending, form, q.scale_inv)
-
-
-assert BLOCK == 128  # RowFormat's ratio claims (docs/parallelism.md) rest on it

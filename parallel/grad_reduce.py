@@ -1,11 +1,12 @@
 """Gradient reduction over replicas, overlapped with backward; and the one global gradient norm.
 
     dense weights            summed over dp
-    expert weights           summed over edp (each rank already has the tokens of all ranks of its ep axis)
+    expert weights           summed over edp: dispatch has already brought the tokens of the whole ep axis
     tp_partial weights       summed over world: norms, router, QK-norm see only their tp rank's tokens or heads
     replicated pieces        KV heads shared by several tp ranks: summed over those ranks first, then over dp
 
-The loss is normalised by the global count of valid tokens, so sums are right and nothing is divided by the number of ranks.
+The loss is normalised by the global count of valid tokens, so sums are right and nothing is divided by the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def reduce_axis(weight: Weight, mesh: Mesh) -> Axis:
 
 
 def sum_replicas(weight: Weight, tp: Axis) -> None:
-    """Sums the pieces that several tp ranks hold (consecutive ones, `piece.replicas` each) over their holders, in place.
+    """Sums the pieces that several tp ranks hold (`piece.replicas` consecutive ones) over their holders, in place.
 
     One all-reduce over tp of a buffer with a slot for each distinct piece: no process group of its own for a few rows.
     """
@@ -69,8 +70,9 @@ class _Bucket:
 class GradReducer:
     """Sums gradients over replicas while backward still runs.
 
-    Buckets are built once, in reverse construction order (about the order in which backward finishes weights), and launched strictly
-    in that order, so that every rank issues the same collectives whatever order its gradients come in.
+    Buckets are built once, in reverse construction order (about the order in which backward finishes weights), and
+    launched strictly in that order, so that every rank issues the same collectives whatever order its gradients come
+    in.
 
     Args:
         named_weights: all weights of the model; frozen ones are left out.
@@ -127,7 +129,7 @@ class GradReducer:
             bucket.missing = len(bucket.weights)
 
     def _ready(self, weight: Weight) -> None:
-        assert weight not in self._done, f"{weight.name or weight}: more uses in a step than num_uses = {weight.num_uses}"
+        assert weight not in self._done, f"{weight.name}: more uses in a step than num_uses = {weight.num_uses}"
         self._done.add(weight)
         if any(piece.replicas > 1 for piece in weight.pieces):
             sum_replicas(weight, self._mesh.tp)
@@ -144,8 +146,8 @@ class GradReducer:
     def finish(self) -> None:
         """Waits for all sums; every trainable weight then holds its global gradient.
 
-        A weight that this rank did not use in the step counts as zero, so that all ranks issue the same collectives and the
-        optimizer treats it the same on every rank.
+        A weight that this rank did not use in the step counts as zero: all ranks issue the same collectives, and the
+        optimizer treats the weight the same on every rank.
         """
         for weight in reversed(self._weights):
             if weight not in self._done:
@@ -176,10 +178,10 @@ def _owned(weight: Weight, mesh: Mesh) -> Callable[[Piece], bool]:
 
 
 def global_grad_norm(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh) -> Tensor:
-    """L2 norm of the whole model's gradient, 0-dim fp32, the same bits on every rank; call it after `GradReducer.finish`.
+    """L2 norm of the whole model's gradient after `GradReducer.finish`: 0-dim fp32, the same bits on every rank.
 
-    Each distinct part of a weight is counted by one rank, then one all-reduce over the world: replicas count once, shards add up,
-    and a rank without a token contributes its zeros.
+    Each distinct part of a weight is counted by one rank, then one all-reduce over the world: replicas count once,
+    shards add up, and a rank without a token contributes its zeros.
     """
     squares, device = [], None
     for _, weight in named_weights:

@@ -1,4 +1,4 @@
-"""Who talks to whom. world = dp x tp with tp innermost; ep spans consecutive ranks of the whole world; edp = world / ep.
+"""Who talks to whom. world = dp x tp, tp innermost; ep spans consecutive ranks of the whole world; edp = world / ep.
 
     rank     0   1   2   3   4   5   6   7        tp = 2, ep = 4
     tp      (0   1) (0   1) (0   1) (0   1)       one model's layers; sequence parallel too
@@ -6,7 +6,8 @@
     ep      (0   1   2   3) (0   1   2   3)       one set of experts
     edp      0               1                    replicas of experts: ranks with the same ep rank
 
-A layer takes the `Axis` it communicates on. `Axis.solo()` turns each collective into a no-op, so layers never ask for sizes.
+A layer takes the `Axis` it communicates on. `Axis.solo()` turns each collective into a no-op: layers never ask for
+sizes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp8.recipe import Spec
 from parallel.traffic import Traffic
 
 
@@ -32,12 +34,18 @@ class Axis:
         rank: this process within the axis.
         size: number of ranks.
         traffic: where collectives on this axis count their bytes.
+        wire: how rows that will be summed travel (tp reduce-scatter, ep combine): None in their own dtype, an FP8
+        spec as FP8
+            bytes summed in FP32.
+        sequence: tp only: the tokens between dense layers are split over the axis; off, every rank has them all.
     """
 
     group: Any
     rank: int
     size: int
     traffic: Traffic = field(default_factory=Traffic, repr=False)
+    wire: Spec | None = None
+    sequence: bool = True
 
     @staticmethod
     def solo(traffic: Traffic | None = None) -> Axis:
@@ -55,7 +63,7 @@ class Mesh:
         dp: replicas of dense weights.
         edp: replicas of expert weights.
         world: everybody.
-        sequence_parallel: tokens between the dense layers are split over tp; off, they are replicated.
+        traffic: the count that all axes share.
     """
 
     tp: Axis
@@ -63,7 +71,6 @@ class Mesh:
     dp: Axis
     edp: Axis
     world: Axis
-    sequence_parallel: bool = True
     traffic: Traffic = field(default_factory=Traffic, repr=False)
 
     @staticmethod
@@ -116,14 +123,16 @@ def check_layout(
     return problems
 
 
-def _axis(rank: int, members: list[list[int]], traffic: Traffic) -> Axis:
+def _axis(
+    rank: int, members: list[list[int]], traffic: Traffic, wire: Spec | None = None, sequence: bool = True
+) -> Axis:
     """The axis of `rank` among `members`. Every process makes every group, in the same order, as torch requires."""
     mine = Axis.solo(traffic)
     for ranks in members:
         if len(ranks) > 1:
             group = dist.new_group(ranks)
             if rank in ranks:
-                mine = Axis(group, ranks.index(rank), len(ranks), traffic)
+                mine = Axis(group, ranks.index(rank), len(ranks), traffic, wire, sequence)
     return mine
 
 
@@ -132,6 +141,8 @@ def build_mesh(
     ep: int = 1,
     device: torch.device | str = "cpu",
     sequence_parallel: bool = True,
+    tp_wire: Spec | None = None,
+    combine_wire: Spec | None = None,
     timeout_s: float = 600.0,
     timed: bool = False,
 ) -> Mesh:
@@ -139,6 +150,8 @@ def build_mesh(
 
     Args:
         device: of the tensors that will travel: gloo for "cpu", NCCL (and gloo for CPU tensors) for "cuda".
+        sequence_parallel: split the tokens between dense layers over tp.
+        tp_wire, combine_wire: FP8 spec for the tp reduce-scatter and the ep combine; None: the tensors' own dtype.
         timed: measure time per kind of collective too.
 
     Raises:
@@ -162,9 +175,14 @@ def build_mesh(
     rank, traffic = dist.get_rank(), Traffic(timed)
     consecutive = lambda n: [list(range(i, i + n)) for i in range(0, world, n)]  # noqa: E731
     strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
-    members = (consecutive(tp), consecutive(ep), strided(tp), strided(ep), consecutive(world))
-    axes = [_axis(rank, ranks, traffic) for ranks in members]
-    return Mesh(*axes, sequence_parallel=sequence_parallel, traffic=traffic)
+    return Mesh(
+        tp=_axis(rank, consecutive(tp), traffic, tp_wire, sequence_parallel),
+        ep=_axis(rank, consecutive(ep), traffic, combine_wire),
+        dp=_axis(rank, strided(tp), traffic),
+        edp=_axis(rank, strided(ep), traffic),
+        world=_axis(rank, consecutive(world), traffic),
+        traffic=traffic,
+    )
 
 
 def close_mesh() -> None:

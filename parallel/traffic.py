@@ -1,7 +1,7 @@
-"""Bytes and seconds on the wire, by kind ("dispatch", "combine", "tp", "gradients", "weights") and format ("e4m3", "bf16", ...).
+"""Bytes and seconds on the wire, by kind ("dispatch", "combine", "tp", "gradients") and format ("e4m3", "bf16").
 
-Bytes are what this rank sends: payload with its scales and padding; what a rank hands to itself is left out. Reductions count as
-the bandwidth-optimal ring does: (n - 1) / n of the buffer for a reduce-scatter, twice that for an all-reduce.
+Bytes are what this rank sends: payload with its scales and padding; what a rank hands to itself is left out. Reductions
+count as the bandwidth-optimal ring does: (n - 1) / n of the buffer for a reduce-scatter, twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Traffic:
 
     @contextmanager
     def clock(self, kind: str, device: torch.device) -> Iterator[None]:
-        """Adds the enclosed time to `kind`: wall time on CPU, the current stream's time on CUDA. Free when `timed` is off."""
+        """Adds the enclosed time to `kind`: wall time on CPU, the stream's on CUDA. Free when `timed` is off."""
         if not self.timed:
             yield
         elif device.type == "cuda":

@@ -43,12 +43,12 @@ def test_solo_mesh_has_one_rank_on_each_axis() -> None:
 
 
 def test_impossible_layouts_name_both_numbers() -> None:
-    problems = check_layout(
-        6, 4, 4, num_experts=10, num_heads=6, num_kv_heads=3, tokens=130, widths={"shared width": 512, "vocab": 130}, block=128
-    )
+    widths = {"shared width": 512, "vocab": 130}
+    problems = check_layout(6, 4, 4, num_experts=10, num_heads=6, num_kv_heads=3, tokens=130, widths=widths, block=128)
     for pair in (("6", "4"), ("10", "4"), ("3", "4"), ("130", "4")):
         assert any(all(number in p for number in pair) for p in problems), (pair, problems)
-    assert check_layout(8, 2, 4, num_experts=8, num_heads=4, num_kv_heads=1, tokens=64, widths={"w": 256}, block=128) == []
+    sizes = dict(num_experts=8, num_heads=4, num_kv_heads=1, tokens=64, widths={"w": 256})
+    assert check_layout(8, 2, 4, block=128, **sizes) == []
 
 
 def test_a_width_that_breaks_blocks_is_refused_with_both_numbers() -> None:
