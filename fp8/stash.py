@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8.quantized import Quantized
@@ -48,14 +47,18 @@ class Ticket:
         self.name, self._rebuild, self._account = name, rebuild, account
         self._value = None if rebuild is not None else value
         self._uses, self._done = 0, False
-        self._count(self._value, +1)
 
     def _count(self, value: Any, sign: int) -> None:
         if self._account is not None and value is not None:
             self._account.add(self.name, sign * nbytes(value))
 
     def claim(self) -> Ticket:
-        """Registers one more consumer; each consumer claims in forward and pops in backward."""
+        """Registers one more consumer; each consumer claims in forward and pops in backward.
+
+        Bytes count from the first claim: a value that nobody claims goes with its last Python reference.
+        """
+        if self._uses == 0:
+            self._count(self._value, +1)
         self._uses += 1
         return self
 
@@ -73,9 +76,17 @@ class Ticket:
         value = self._value
         self._uses -= 1
         if self._uses <= 0:
-            self._count(value, -1)
-            self._value, self._rebuild, self._done = None, None, True
+            self._drop()
         return value
+
+    def _drop(self) -> None:
+        self._count(self._value, -1)
+        self._value, self._rebuild, self._done = None, None, True
+
+    def __del__(self) -> None:
+        """A graph that is dropped without a backward (evaluation) takes its bytes off the account."""
+        if self._uses > 0:
+            self._drop()
 
 
 class Stash:
@@ -85,10 +96,5 @@ class Stash:
         self.account = account if account is not None else Account()
 
     def put(self, name: str, value: Any, rebuild: Callable[[], Any] | None = None) -> Ticket:
-        """Keeps `value` (or, with `rebuild`, only the way to make it again) until its last pop.
-
-        Outside autograd nothing will pop, so nothing is kept.
-        """
-        if not torch.is_grad_enabled():
-            return Ticket(name, None, lambda: value, None)
+        """Keeps `value` (or, with `rebuild`, only the way to make it again) until its last pop."""
         return Ticket(name, value, rebuild, self.account)
