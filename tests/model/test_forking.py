@@ -1,0 +1,58 @@
+"""docs/forking.md, run as it stands: a block of a forker's own and a changed recipe train without the trainer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8.optimizer import AdamW
+from fp8.recipe import Recipe
+from fp8.stash import Stash
+from fp8.weight import weights
+from model.loss import NumValid
+from model.transformer import initial_values
+
+PAGE = (Path(__file__).parents[2] / "docs" / "forking.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, object]:
+    """Names that the page's code blocks define."""
+    names: dict[str, object] = {"__name__": "forking"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "docs/forking.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("recipe", ["block", "wide_gradients", "bf16"])
+def test_the_block_of_the_page_learns(page: dict[str, object], recipe: str) -> None:
+    chosen = page["wide_gradients"]() if recipe == "wide_gradients" else getattr(Recipe, recipe)()
+    block = page["SquaredReluMLP"](128, 256, chosen, Stash())
+    optimizer = AdamW(weights(block), weight_decay=0.0)
+    for name, _, value in initial_values(block, seed=0):
+        optimizer.set_master(name, 2 * value)
+    gen = torch.Generator().manual_seed(0)
+    x, target = torch.randn(64, 128, generator=gen), torch.randn(64, 128, generator=gen)
+    losses = []
+    for _ in range(30):
+        loss = (block(x) - target).square().mean()
+        loss.backward()
+        optimizer.step(lr=1e-2)
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_the_changed_recipe_uses_e5m2_for_gradients_only(page: dict[str, object]) -> None:
+    recipe = page["wide_gradients"]()
+    assert recipe.gradient.dtype == torch.float8_e5m2 and recipe.activation.dtype == torch.float8_e4m3fn
+
+
+def test_the_extra_loss_is_independent_of_micro_batching(page: dict[str, object]) -> None:
+    h = torch.randn(8, 16)
+    valid = NumValid(*(torch.tensor(8),) * 3)
+    whole = page["logit_free_penalty"](h, valid)
+    parts = sum(page["logit_free_penalty"](part, valid) for part in h.chunk(4))
+    torch.testing.assert_close(whole, parts)
