@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from fp8.optimizer import AdamW
 from fp8.weight import weights
 from model.config import ModelConfig
+from model.router import routers
 from parallel.mesh import Mesh
+from training.config import Config
 from training.errors import UserError
 from training.shards import Shard, ShardError, damage, read_shards, tensor_names, write_shards
 
@@ -153,13 +155,14 @@ def resume_from(run_dir: str, resume: str, warn: Warn) -> Path | None:
 def tensors(model: nn.Module, optimizer: AdamW | None, rank: int) -> dict[str, Shard]:
     """Every tensor of a run by its global name, as this rank holds it.
 
-    Modules may add their own (FP8 scale histories and the like) through a method `checkpoint_tensors() -> {name: Tensor}`;
-    the router does so with its expert bias.
+    Modules may add their own (FP8 scale histories and the like) by a method `checkpoint_tensors() -> {name: Tensor}`.
     """
     found = {}
     for name, weight in weights(model) if optimizer is not None else ():
         for kind, tensor in optimizer.state()[name].items():
             found[f"{kind}.{name}"] = tensor if isinstance(tensor, Shard) else Shard.like(weight, tensor)
+    for name, router in routers(model):
+        found[f"expert_bias.{name}"] = Shard.whole(router.expert_bias)
     for name, module in model.named_modules():
         if hasattr(module, "checkpoint_tensors"):
             found |= {f"state.{name}.{key}": Shard.whole(t) for key, t in module.checkpoint_tensors().items()}
@@ -176,26 +179,39 @@ def _rng_states() -> dict[str, Tensor]:
 
 
 class Checkpointer:
-    """Saves and loads one run. Every rank calls every method."""
+    """Saves and loads one run. Every rank calls every method.
 
-    def __init__(self, run_dir: str, keep: int, model: nn.Module, optimizer: AdamW, mesh: Mesh) -> None:
-        self.folder, self.keep = Path(run_dir) / "checkpoints", keep
-        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+    Args:
+        tokenizer, data: fingerprints, by which a checkpoint knows what it was trained on.
+    """
 
-    def save(self, state: RunState) -> Path:
-        """Writes the checkpoint of `state.step` and drops old ones beyond `keep`.
+    def __init__(
+        self, config: Config, model: nn.Module, optimizer: AdamW, mesh: Mesh, tokenizer: str, data: str
+    ) -> None:
+        self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
+        self.tokenizer, self.data = tokenizer, data
+        self.folder = Path(config.run.dir) / "checkpoints"
+
+    def save(self, step: int, consumed: int, wandb_id: str | None) -> Path:
+        """Writes the checkpoint of `step` and drops old ones beyond `checkpoint.keep`.
 
         Raises:
             UserError: nothing was saved (disk full, say). Earlier checkpoints are as they were.
         """
-        final = self.folder / f"step_{state.step:08d}"
+        values = self.config.to_dict()
+        layout = {"world": self.mesh.world.size, "tp": self.mesh.tp.size, "ep": self.mesh.ep.size}
+        state = RunState(
+            step=step, consumed=consumed, num_steps=self.optimizer.num_steps, model=values["model"], config=values,
+            tokenizer=self.tokenizer, data=self.data, wandb_id=wandb_id, layout=layout,
+        )  # fmt: skip
+        final = self.folder / f"step_{step:08d}"
         partial = final.with_suffix(".tmp")
         self._on_rank_zero(lambda: self._begin(partial, state))
         try:
             write_shards(partial, tensors(self.model, self.optimizer, self.mesh.world.rank), self.mesh.world)
         except ShardError as error:
             self._on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
-            raise UserError(f"checkpoint of step {state.step} not saved, {error}; earlier ones are intact") from error
+            raise UserError(f"checkpoint of step {step} not saved, {error}; earlier ones are intact") from error
         self._on_rank_zero(lambda: self._finish(partial, final))
         return final
 
@@ -214,7 +230,7 @@ class Checkpointer:
             _remove(final)
         partial.rename(final)
         _sync(self.folder)
-        for old in whole_checkpoints(self.folder.parent)[: -self.keep]:
+        for old in whole_checkpoints(self.folder.parent)[: -self.config.checkpoint.keep]:
             if old != final:
                 _remove(old)
 
@@ -232,6 +248,23 @@ class Checkpointer:
             problem = box[0]
         if problem is not None:
             raise UserError(problem)
+
+    def restore(self, warn: Warn) -> RunState | None:
+        """Loads the checkpoint that `checkpoint.resume` asks for; None where the run starts anew.
+
+        Raises:
+            UserError: there is none, it is of another model or tokenizer, or it cannot be read.
+        """
+        path = resume_from(self.config.run.dir, self.config.checkpoint.resume, warn)
+        if path is None:
+            return None
+        state = RunState.read(path)
+        state.check(path, self.config.model, self.tokenizer, self.data, warn)
+        for name, weight in weights(self.model):
+            self.optimizer.set_master(name, torch.zeros(weight.data.shape, device=weight.data.device))
+        self.load(path, state)
+        warn(f"resuming {path}, {state.step} steps done")
+        return state
 
     def load(self, path: Path, state: RunState) -> None:
         """Puts the tensors of the checkpoint at `path` into model and optimizer, whose masters must exist.

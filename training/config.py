@@ -6,6 +6,7 @@ reads and types the values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -37,6 +38,7 @@ class TrainConfig:
     micro_batch: int = 8  # sequences that one rank takes through the model at once
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of what is not FP8: bf16 on a GPU, fp32 on a CPU
+    recompute: int = 0  # 0 keeps what backward needs, 1 recomputes SwiGLU's output, 2 the norms' outputs too
     log_every: int = 10
     timeout_s: float = 600.0  # a collective that takes longer stops the run
 
@@ -106,6 +108,11 @@ class Config:
     @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.data.seq_len
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest world that the layout fits."""
+        return math.lcm(max(self.parallel.tp, 1), max(self.parallel.ep, 1))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, for JSON and wandb."""
@@ -177,6 +184,7 @@ _RANGES = (
     ("train.seed", 0, 2**63 - 1),
     ("train.global_batch", 1, _ANY),
     ("train.micro_batch", 1, _ANY),
+    ("train.recompute", 0, 2),
     ("train.log_every", 1, _ANY),
     ("train.timeout_s", 1, _ANY),
     ("optim.lr", 0, _ANY),
@@ -197,8 +205,11 @@ _RANGES = (
 )
 
 
-def load_config(path: str, overrides: Iterable[str] = (), world_size: int = 1) -> Config:
-    """The run that a YAML file and `section.key=value` overrides describe, checked for `world_size` ranks.
+def load_config(path: str, overrides: Iterable[str] = (), world_size: int | None = None) -> Config:
+    """The run that a YAML file and `section.key=value` overrides describe.
+
+    Args:
+        world_size: ranks that it is checked for; None stands for the fewest that its layout can run on.
 
     Raises:
         UserError: the file cannot be read, or anything is wrong; all mistakes stand in the one message.
@@ -207,7 +218,9 @@ def load_config(path: str, overrides: Iterable[str] = (), world_size: int = 1) -
     read_yaml(path, source, sections)
     read_overrides(overrides, source, sections)
     config = build(Config, source)
-    problems = source.problems + (config.problems(world_size) if config is not None else [])
+    problems = list(source.problems)
+    if config is not None:
+        problems += config.problems(config.fewest_ranks if world_size is None else world_size)
     if config is None or problems:
         title = f"{path}: {len(problems)} problem{'s'[: len(problems) != 1]}"
         raise UserError("\n  - ".join([title, *problems]))

@@ -1,0 +1,178 @@
+"""Trains a model, from the configuration to the last checkpoint. The whole run stands here, top to bottom.
+
+    python train.py --config configs/tiny.yaml                                       one process
+    torchrun --nproc-per-node 8 train.py --config configs/small.yaml optim.lr=3e-4   one process a GPU
+    python train.py --config configs/ling_mini.yaml --dry-run                        check, count and stop
+
+Exit status: 0 done; 2 a mistake in the configuration or in its files; 3 loss or gradient not finite; 143 stopped by
+SIGTERM, after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+
+from fp8.health import Health
+from fp8.optimizer import AdamW
+from fp8.recipe import recipe_named
+from fp8.weight import weights
+from model.counts import flops_per_token
+from model.transformer import Transformer, initial_values
+from parallel.mesh import build_mesh, close_mesh
+from training.checkpoint import Checkpointer
+from training.config import Config, TrainConfig, load_config
+from training.data import Loader, PackedDataset
+from training.errors import UserError
+from training.evaluate import evaluate
+from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class
+from training.packing import packed_path
+from training.sample import generate
+from training.schedule import learning_rate
+from training.step import NonFiniteError, TrainStep
+from training.summary import describe
+from training.tokenizer import check_vocab, load_tokenizer
+
+
+def run(config: Config) -> int:
+    """The run on this rank; returns the exit status."""
+    # ---------------------------------------------------------------- ranks, data, model
+    train, data, optim, parallel = config.train, config.data, config.optim, config.parallel
+    device, dtype = choose_device(train, config.fp8.recipe)
+    mesh = build_mesh(parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s)
+    metrics = Metrics(config, active=mesh.world.rank == 0)
+    tokenizer = load_tokenizer(data.tokenizer)
+    check_vocab(tokenizer, config.model.vocab_size)
+    splits = (packed_path(data.dir, split) for split in ("train", "validation"))
+    train_data, val_data = (PackedDataset(path, data.seq_len, tokenizer.fingerprint) for path in splits)
+
+    torch.manual_seed(train.seed + mesh.world.rank)
+    with torch.device(device):
+        model = Transformer(config.model, recipe_named(config.fp8.recipe), mesh, dtype, train.recompute)
+    optimizer = AdamW(weights(model), optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
+    checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
+    state = checkpointer.restore(metrics.warn)
+    if state is None:
+        for name, _, value in initial_values(model, train.seed):
+            optimizer.set_master(name, value)
+    done, consumed, wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
+    loader = Loader(
+        train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,
+        rank=mesh.dp.rank, num_ranks=mesh.dp.size, isolate_documents=data.isolate_documents,
+    )  # fmt: skip
+
+    # ---------------------------------------------------------------- logs
+    phases = Phases(device)
+    flops = flops_per_token(config.model, data.seq_len)
+    throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
+    take_step = TrainStep(model, optimizer, mesh, optim, config.model.bias_update_rate, phases)
+    interrupted = on_sigterm()
+    wandb_id = metrics.start(done, wandb_id)
+    metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {done}-{train.steps}")
+    metrics.say(throughput.formula())
+
+    def validate() -> None:
+        with phases("eval"):
+            result = evaluate(model, val_data, mesh, device, train.micro_batch, config.eval.samples, data.isolate_documents)
+            metrics.log(done, result.metrics())
+            metrics.say(f"validation  {result.nats:.4f} nats/token  {result.bits_per_byte:.4f} bits/byte")
+            if config.eval.prompt:
+                text = generate(model, tokenizer, config.eval.prompt, config.eval.sample_tokens, device=device)
+                metrics.say(f"sample      {text!r}")
+
+    # ---------------------------------------------------------------- the loop
+    first, status = done + 1, 0
+    for done in range(first, train.steps + 1):
+        last, logged = done == train.steps, done % train.log_every == 0 or done in (first, train.steps)
+        health = Health() if due(config.fp8.health_every, done) else None
+        for _, weight in weights(model):
+            weight.health = health
+        with phases("data"):
+            batches = [batch.to(device) for batch in next(loader)]
+        lr = learning_rate(done - 1, optim, train.steps)
+        result = take_step(done, batches, lr, interrupted(), want_counts=logged)
+        throughput.step()
+        metrics.advance()
+        if health is not None:
+            metrics.log(done, health_by_class(health.result()))
+        if logged:
+            values = {name: getattr(result, name) for name in ("loss", "mtp_loss", "z_loss", "aux_loss", "grad_norm")}
+            values |= {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
+            values |= throughput.read(phases.read())
+            values |= expert_load(model, result.counts_LE) if result.counts_LE is not None else {}
+            metrics.log(done, values)
+            metrics.say(console_line(done, train.steps, values))
+        if config.eval.samples and due(config.eval.every, done) and not last:
+            validate()
+        if config.checkpoint.every and (due(config.checkpoint.every, done) or last or result.interrupted):
+            with phases("checkpoint"):
+                try:
+                    checkpointer.save(done, loader.consumed, wandb_id)
+                except UserError as error:  # a full disk now may have room again at the next one
+                    if last or result.interrupted:
+                        raise
+                    metrics.warn(str(error))
+        if result.interrupted:
+            status = 143
+            break
+    if status == 0 and config.eval.samples:
+        validate()
+    metrics.say(f"wrote {metrics.path.parent}/: config.yaml, metrics.jsonl, checkpoints/, wandb/ (step {done})")
+    metrics.close()
+    return status
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something done every `every` steps (0: never) is done at `step`."""
+    return every > 0 and step % every == 0
+
+
+def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.dtype]:
+    """The device of this rank, and the type of what is not FP8. Raises UserError when there is no such device."""
+    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if train.device == "cpu" or (train.device == "auto" and not found):
+        return torch.device("cpu"), torch.bfloat16 if train.dtype == "bf16" and recipe != "fp32" else torch.float32
+    if local_rank >= found:
+        raise UserError(f"this host has {found} GPUs, but torchrun started a process for GPU {local_rank} (train.device)")
+    torch.cuda.set_device(local_rank)
+    is_fp32 = train.dtype == "fp32" or recipe == "fp32"
+    return torch.device("cuda", local_rank), torch.float32 if is_fp32 else torch.bfloat16
+
+
+def on_sigterm() -> Callable[[], bool]:
+    """From now on SIGTERM only raises a flag: the loop saves and stops after the step at hand. Returns the flag's reader."""
+    received = []
+    signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    return lambda: bool(received)
+
+
+def main() -> int:
+    """Parses the command line; turns mistakes of the user into one message and a status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
+    parser.add_argument("--world-size", type=int, help="ranks a dry run plans for; by default the fewest possible")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        if args.dry_run:
+            config = load_config(args.config, args.overrides, args.world_size)
+            print(describe(config, args.world_size or config.fewest_ranks))
+            return 0
+        return run(load_config(args.config, args.overrides, world_size))
+    except (UserError, NonFiniteError) as error:
+        if rank == 0:  # every rank has met the same one
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 3
+    finally:
+        close_mesh()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

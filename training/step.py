@@ -1,0 +1,140 @@
+"""One optimizer step: forward and backward of each micro-batch, reduction, clipping, update.
+
+Every valid token of the global batch weighs the same: the counts of valid tokens over all ranks and micro-batches are known
+before the first forward, and the losses are divided by them there. So gradients are summed and never averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8.optimizer import AdamW
+from fp8.weight import weights
+from model.loss import Losses, NumValid, count_valid
+from model.router import routers, update_expert_bias
+from parallel.collectives import all_reduce
+from parallel.grad_reduce import GradReducer, global_grad_norm
+from parallel.mesh import Mesh
+from training.data import Batch
+from training.metrics import Phases
+from training.schedule import OptimConfig
+
+
+class NonFiniteError(Exception):
+    """Loss or gradient is not finite; raised on every rank before any of them has updated anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Of the global batch, the same on every rank. Losses are in nats a token."""
+
+    loss: float
+    mtp_loss: float
+    z_loss: float
+    aux_loss: float
+    grad_norm: float  # before clipping
+    num_tokens: int  # with a label
+    interrupted: bool  # some rank was asked to stop
+    counts_LE: Tensor | None = None  # int64 tokens by router and expert, when asked for; on the CPU
+
+
+def global_counts(batches: Sequence[Batch], mesh: Mesh) -> NumValid:
+    """Valid tokens of all micro-batches of all ranks."""
+    own = [count_valid(b.tokens_BS, b.labels_BS, b.positions_BS if b.cu_seqlens is not None else None) for b in batches]
+    total = torch.stack([torch.stack([n.ce, n.mtp, n.tokens]) for n in own]).sum(0)
+    return NumValid(*all_reduce(total, mesh.dp, "counts"))
+
+
+def forward(model: nn.Module, batch: Batch, num_valid: NumValid) -> Losses:
+    """The model on one micro-batch."""
+    b = batch
+    return model(b.tokens_BS, b.labels_BS, num_valid, b.positions_BS, b.cu_seqlens, b.max_seqlen)
+
+
+class TrainStep:
+    """Holds what a step needs and takes steps. Every rank calls it with its own micro-batches."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: AdamW, mesh: Mesh, optim: OptimConfig, bias_rate: float, phases: Phases
+    ) -> None:
+        self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
+        self.bias_rate, self.phases = bias_rate, phases
+        self.weights = list(weights(model))
+        self.reducer = GradReducer(self.weights, mesh)
+
+    def __call__(
+        self, step: int, batches: Sequence[Batch], lr: float, interrupted: bool = False, want_counts: bool = False
+    ) -> StepResult:
+        """Step number `step` (from 1).
+
+        Raises:
+            NonFiniteError: names the step and the ranks; weights, moments and biases are as before the step.
+        """
+        num_valid = global_counts(batches, self.mesh)
+        losses = self._backward(batches, num_valid)
+        with self.phases("reduce"):
+            self.reducer.finish()
+            norm = global_grad_norm(self.weights, self.mesh)
+            report, broken = self._report(losses, norm, num_valid, interrupted)
+        ce_sum, mtp_sum, z_loss, aux_loss, stop, grad_norm, num_ce, num_mtp, _ = report
+        if broken or not math.isfinite(grad_norm):
+            raise NonFiniteError(self._explain(step, broken, grad_norm))
+        counts_LE = self._counts() if want_counts else None
+        with self.phases("optimizer"):
+            clip = self.optim.clip
+            self.optimizer.step(lr, clip / grad_norm if 0 < clip < grad_norm else 1.0)
+            update_expert_bias(self.model, self.mesh.world, self.bias_rate)
+        return StepResult(
+            loss=ce_sum / max(num_ce, 1),
+            mtp_loss=mtp_sum / max(num_mtp, 1),
+            z_loss=z_loss,
+            aux_loss=aux_loss,
+            grad_norm=grad_norm,
+            num_tokens=int(num_ce),
+            interrupted=stop > 0,
+            counts_LE=counts_LE,
+        )
+
+    def _backward(self, batches: Sequence[Batch], num_valid: NumValid) -> list[Losses]:
+        results = []
+        for i, batch in enumerate(batches):
+            for _, weight in self.weights:
+                weight.last_microbatch = i == len(batches) - 1
+            with self.phases("forward"):
+                losses = forward(self.model, batch, num_valid)
+            with self.phases("backward"):
+                losses.total.backward()
+            results.append(losses)
+        return results
+
+    def _report(
+        self, losses: list[Losses], norm: Tensor, num_valid: NumValid, interrupted: bool
+    ) -> tuple[list[float], list[int]]:
+        """The step's numbers and the ranks whose own loss is not finite: one collective, and the one host sync of a step."""
+        world, device = self.mesh.world, norm.device
+        sums = torch.stack([torch.stack([x.ce_sum, x.mtp_sum, x.z_loss, x.aux_loss]) for x in losses]).sum(0).double()
+        bad = torch.zeros(world.size, dtype=torch.float64, device=device)
+        bad[world.rank] = ~torch.stack([x.total.detach() for x in losses]).isfinite().all()
+        # Ranks of one tp group have seen the same tokens: one of them speaks. A NaN must not drown the flags.
+        sums = sums.nan_to_num() * (self.mesh.tp.rank == 0)
+        flag = torch.tensor([float(interrupted)], dtype=torch.float64, device=device)
+        vector = all_reduce(torch.cat([sums, flag, bad]), world, "report")
+        tail = torch.stack([norm.double(), *(n.double() for n in (num_valid.ce, num_valid.mtp, num_valid.tokens))])
+        values = torch.cat([vector, tail]).tolist()
+        head, flags, tail_values = values[:5], values[5 : 5 + world.size], values[5 + world.size :]
+        return head + tail_values, [rank for rank, value in enumerate(flags) if value]
+
+    def _counts(self) -> Tensor | None:
+        found = [router.counts for _, router in routers(self.model)]
+        return all_reduce(torch.stack(found), self.mesh.world, "report").cpu() if found else None
+
+    @staticmethod
+    def _explain(step: int, broken: list[int], grad_norm: float) -> str:
+        if broken:
+            return f"step {step}: the loss is not finite on rank {', '.join(map(str, broken))}; nothing was updated"
+        return f"step {step}: the gradient norm is {grad_norm} though every rank's loss is finite; nothing was updated"

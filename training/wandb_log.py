@@ -1,0 +1,99 @@
+"""wandb: one run a job, the same run after a resume, and never a reason to stop training."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+INIT_TIMEOUT_S = 30  # wandb's own 90 s is long to wait for a server that is not there
+
+
+def stored_id(run_dir: str) -> str | None:
+    """The wandb id of the run in `run_dir`, if it has one."""
+    path = Path(run_dir) / "wandb_id"
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+
+
+def has_key() -> bool:
+    """Whether wandb can log in without asking: an environment variable or an entry in ~/.netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].partition("/")[0].partition(":")[0]
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class WandbLog:
+    """One wandb run, opened at construction. Make it on rank 0 only.
+
+    Every failure, from a missing package to a dead server, costs one warning and nothing else; online falls back to offline.
+
+    Attributes:
+        id: the run's id; kept in RUN/wandb_id and in checkpoints, so that a resume continues the run.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        mode: str,
+        project: str,
+        entity: str | None,
+        name: str,
+        run_id: str | None,
+        config: dict[str, Any],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._run, self._warn = None, warn
+        self.id = run_id or stored_id(run_dir) or uuid.uuid4().hex[:8]
+        if mode == "off":
+            return
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+        try:
+            import wandb
+        except ImportError:
+            warn("wandb is not installed (pip install wandb); metrics go to metrics.jsonl and the console")
+            return
+        options = dict(dir=run_dir, project=project, entity=entity, name=name, id=self.id, resume="allow", config=config)
+        for attempt in dict.fromkeys((mode, "offline")):
+            try:
+                Path(run_dir).mkdir(parents=True, exist_ok=True)
+                settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off")
+                self._run = wandb.init(**options, mode=attempt, settings=settings)
+                # Steps are a metric of their own: wandb drops rows whose own step counter goes back, as a resume does.
+                self._run.define_metric("step")
+                self._run.define_metric("*", step_metric="step")
+                (Path(run_dir) / "wandb_id").write_text(self.id + "\n", encoding="utf-8")
+                return
+            except Exception as error:
+                self._run = None
+                warn(f"wandb ({attempt}) failed: {_first_line(error)}")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Values of one step; train and evaluation share the axis."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({**values, "step": step})
+        except Exception as error:
+            self._run = None
+            self._warn(f"wandb stopped: {_first_line(error)}; metrics go on in metrics.jsonl")
+
+    def finish(self) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._warn(f"wandb did not finish cleanly: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
