@@ -9,8 +9,19 @@ from torch.autograd.function import FunctionCtx
 from fp8.weight import Weight
 
 
+def add_rows(out_VD: Tensor, tokens_T: Tensor, dy_TD: Tensor, accumulate: bool) -> None:
+    """out[tokens] (+)= dy, in a fixed order (deterministic)."""
+    if not accumulate:
+        out_VD.zero_()
+    dy_TD = dy_TD.to(out_VD.dtype)
+    if out_VD.is_cuda:  # index_put sorts, index_add uses atomics
+        out_VD.index_put_((tokens_T,), dy_TD, accumulate=True)
+    else:
+        out_VD.index_add_(0, tokens_T, dy_TD)
+
+
 class _Embedding(torch.autograd.Function):
-    """forward  y_TD = w_VD[tokens];  wgrad  dw[tokens] += dy, in a fixed order (deterministic)."""
+    """forward  y_TD = w_VD[tokens];  wgrad  dw[tokens] += dy."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tokens_T: Tensor, anchor: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -21,17 +32,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, dy_TD: Tensor) -> tuple[None, ...]:
         (tokens_T,) = ctx.saved_tensors
-
-        def write(out_VD: Tensor, accumulate: bool) -> None:
-            if not accumulate:
-                out_VD.zero_()
-            dy = dy_TD.to(out_VD.dtype)
-            if out_VD.is_cuda:  # index_put sorts, index_add uses atomics
-                out_VD.index_put_((tokens_T,), dy, accumulate=True)
-            else:
-                out_VD.index_add_(0, tokens_T, dy)
-
-        ctx.weight.accumulate(write)
+        ctx.weight.accumulate(lambda out, acc: add_rows(out, tokens_T, dy_TD, acc))
         return None, None, None, None
 
 

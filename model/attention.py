@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8.linear import linear, quantize_activation
+from fp8.linear import quantize_activation
 from fp8.recipe import Recipe
 from fp8.rms_norm import rms_norm, rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight
 from model.config import ModelConfig
+from parallel.linear import column_linear, row_linear
+from parallel.mesh import Mesh
+from parallel.split import split_weight
 
 
 def rope_tables(positions_T: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -125,24 +128,29 @@ class Context:
 
 
 class Attention(nn.Module):
-    """Pre-normed attention block: h [T, D] -> its contribution to the residual stream [T, D]."""
+    """Pre-normed attention block: h [t, D] -> its contribution to the residual stream [t, D].
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, name: str, stage: int) -> None:
+    Heads are split over tp; between them tokens are (t = T / tp under sequence parallel).
+    """
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, mesh: Mesh, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
-        c = config
-        self.config, self.stash, self.name, self.stage = c, stash, name, stage
-        std, fp32 = c.initializer_range, Recipe.fp32()
-        self.norm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
-        self.qkv = Weight(c.qkv_size, c.hidden_size, recipe=recipe, init_std=std)
+        c, tp = config, mesh.tp
+        self.config, self.tp, self.stash, self.name, self.stage = c, tp, stash, name, stage
+        std, fp32, d = c.initializer_range, Recipe.fp32(), c.head_dim
+        self.norm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=tp.sequence)
+        q_rows, kv_rows = c.num_attention_heads * d, c.num_key_value_heads * d
+        sections = [(q_rows, d), (kv_rows, d), (kv_rows, d)]
+        self.qkv = split_weight((c.qkv_size, c.hidden_size), 0, tp, recipe, sections, init_std=std)
         self.q_norm = Weight(c.head_dim, recipe=fp32, init_std=None, decay=False, tp_partial=True)
         self.k_norm = Weight(c.head_dim, recipe=fp32, init_std=None, decay=False, tp_partial=True)
-        self.out = Weight(c.hidden_size, c.num_attention_heads * c.head_dim, recipe=recipe, init_std=std)
+        self.out = split_weight((c.hidden_size, q_rows), 1, tp, recipe, init_std=std)
 
     def forward(self, h_TD: Tensor, ctx: Context) -> Tensor:
         c, eps = self.config, self.config.rms_norm_eps
         x = rms_norm_quantize(h_TD, self.norm, eps, self.qkv, self.stash, f"{self.name}.norm", rebuild=self.stage >= 2)
-        qkv = linear(x.edge, self.qkv).view(-1, self.qkv.data.shape[0] // c.head_dim, c.head_dim)
-        heads = qkv.shape[1] * c.num_attention_heads // (c.num_attention_heads + 2 * c.num_key_value_heads)
+        qkv = column_linear(x.edge, self.qkv, self.tp).view(-1, self.qkv.data.shape[0] // c.head_dim, c.head_dim)
+        heads = c.num_attention_heads // self.tp.size
         kv_heads = (qkv.shape[1] - heads) // 2
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         q = apply_rope(rms_norm(q, self.q_norm, eps), *ctx.rope)
@@ -151,4 +159,4 @@ class Attention(nn.Module):
         if ctx.cache is not None:
             k, v = ctx.cache.append(self.name, k, v)
         y_TD = attend(q, k, v, ctx.cu_seqlens, ctx.max_seqlen).flatten(2).flatten(0, 1)
-        return linear(quantize_activation(y_TD, self.out, self.stash, f"{self.name}.core"), self.out)
+        return row_linear(quantize_activation(y_TD, self.out, self.stash, f"{self.name}.core"), self.out, self.tp)

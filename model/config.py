@@ -103,15 +103,17 @@ class ModelConfig:
 
     def fp8_problems(self, tp: int = 1) -> list[str]:
         """Widths that break 128-wide FP8 blocks on `tp` ranks."""
+        qkv_rows = (max(self.num_attention_heads // tp, 1) + 2 * max(self.num_key_value_heads // tp, 1)) * self.head_dim
         widths = {
             "hidden_size": self.hidden_size,
-            "qkv rows": self.qkv_size,
+            "qkv rows of a rank": qkv_rows,
             "attention width": self.num_attention_heads * self.head_dim,
             "intermediate_size": self.intermediate_size,
             "moe_intermediate_size": self.moe_intermediate_size,
+            "shared expert's width": self.shared_intermediate_size,
             "vocab_size": self.vocab_size,
         }
-        split = {"attention width", "intermediate_size", "vocab_size"}
+        split = {"attention width", "intermediate_size", "shared expert's width", "vocab_size"}
         return [
             f"model {name} = {size} is not a multiple of {128 * (tp if name in split else 1)} (128-wide FP8 blocks, tp {tp})"
             for name, size in widths.items()

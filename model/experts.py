@@ -1,6 +1,6 @@
-"""All routed experts of a layer in one autograd Function: permute, two grouped GEMMs with SwiGLU between, sum.
+"""All routed experts of a layer in one autograd Function: dispatch, two grouped GEMMs with SwiGLU between, combine.
 
-Shapes: T tokens, k experts a token, R rows of the padded buffer, E experts, D features, f width of an expert.
+Shapes: T tokens, k experts a token, R rows of the padded buffer of this rank, E experts, D features, f width of an expert.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation
 from fp8.grouped_gemm import grouped_gemm_nt, grouped_wgrad
-from fp8.permute import Permutation, build_permutation, permute, permute_slots, unpermute_slots, unpermute_sum
 from fp8.quantize import requantize_t, transpose
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from fp8.swiglu import quantize_swiglu, swiglu_backward_ref, swiglu_ref
 from fp8.weight import Weight
 from model.config import ModelConfig
+from parallel.dispatch import PlanStart, combine_rows, combine_slots, dispatch, dispatch_rows, start_plan
+from parallel.mesh import Axis
+from parallel.split import split_weight
 
 
 def routed_experts_ref(x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, w1_E2fD: Tensor, w2_EDf: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ class _Call:
     """What the Function needs beside tensors."""
 
     x: Activation
-    perm: Permutation
+    start: PlanStart
     w1: Weight
     w2: Weight
     stash: Stash
@@ -50,37 +52,36 @@ class _RoutedExperts(torch.autograd.Function):
     dgrad     da = dy . w2,  (dh, dweight) = swiglu'(h, da),  dx[t] = sum over t's rows of dh . w1
     wgrad     dw2 += dy^T . a,  dw1 += dh^T . x, per expert
 
-    dy is quantised once, before it is permuted; its row and its column form both come from those bytes.
+    dy is quantised once, before it is dispatched; its row and its column form both come from those bytes.
     """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, carrier_TD: Tensor, weights_Tk: Tensor, anchor1: Tensor, anchor2: Tensor, call: _Call
     ) -> Tensor:
-        x, perm, w1, w2, stash, name = call.x, call.perm, call.w1, call.w2, call.stash, call.name
-        groups, dtype = perm.groups, carrier_TD.dtype
-        rows_q = permute(x.q, perm)
-        w_R = permute_slots(weights_Tk, perm)
+        x, w1, w2, stash, name = call.x, call.w1, call.w2, call.stash, call.name
+        rows_q, w_R, plan = dispatch(x.q, weights_Tk, call.start)
+        groups, dtype = plan.perm.groups, carrier_TD.dtype
         h_q = w2.quantize_activation(grouped_gemm_nt(rows_q, w1.q, groups, dtype))
         a_q = quantize_swiglu(h_q, w_R, w2, dtype)
         y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
 
-        ctx.call, ctx.dtype = call, dtype
+        ctx.call, ctx.plan, ctx.dtype = call, plan, dtype
         ctx.w_R = stash.put(f"{name}.weights", w_R).claim()
         ctx.h = stash.put(f"{name}.pre", h_q).claim()
         if call.stage >= 2:
             source = x.ticket.claim()
-            ctx.rows = stash.put(f"{name}.rows", None, lambda: permute(source.pop(), perm)).claim()
+            ctx.rows = stash.put(f"{name}.rows", None, lambda: dispatch_rows(source.pop(), plan)).claim()
         else:
             ctx.rows = stash.put(f"{name}.rows", rows_q).claim()
         ctx.a = stash.put(f"{name}.out", a_q).claim() if call.stage < 1 else None
-        return unpermute_sum(y_RD, perm)
+        return combine_rows(y_RD, plan)
 
     @staticmethod
     def backward(ctx: FunctionCtx, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
-        call, perm, groups = ctx.call, ctx.call.perm, ctx.call.perm.groups
+        call, plan, groups = ctx.call, ctx.plan, ctx.plan.perm.groups
         w1, w2 = call.w1, call.w2
-        dy_q = permute(w2.quantize_grad(dout_TD), perm)
+        dy_q = dispatch_rows(w2.quantize_grad(dout_TD), plan)
         w_R, h_q = ctx.w_R.pop(), ctx.h.pop()
         da_Rf = grouped_gemm_nt(dy_q, transpose(w2.q), groups, ctx.dtype)
         a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype)
@@ -97,21 +98,25 @@ class _RoutedExperts(torch.autograd.Function):
         if w1.trainable:
             dh_t, x_t = w1.quantize_grad_t(dh_R2f), requantize_t(rows_q)
             w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
-        return unpermute_sum(dx_RD, perm), unpermute_slots(dw_R, perm), None, None, None
+        return combine_rows(dx_RD, plan), combine_slots(dw_R, plan), None, None, None
 
 
 class RoutedExperts(nn.Module):
-    """E SwiGLU experts; x [T, D] quantised, ids and weights [T, k] -> [T, D]."""
+    """E SwiGLU experts, split over `ep`; x [T, D] quantised, weights [T, k] of the ids that `start` got -> [T, D]."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, name: str, stage: int) -> None:
+    def __init__(self, config: ModelConfig, recipe: Recipe, ep: Axis, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
         c = config
-        self.num_experts, self.stash, self.name, self.stage = c.num_experts, stash, name, stage
+        self.num_experts, self.ep, self.stash, self.name, self.stage = c.num_experts, ep, stash, name, stage
         width, hidden, std = c.moe_intermediate_size, c.hidden_size, c.initializer_range
-        self.gate_up = Weight(c.num_experts, 2 * width, hidden, recipe=recipe, init_std=std, expert=True)
-        self.down = Weight(c.num_experts, hidden, width, recipe=recipe, init_std=std, expert=True)
+        options = dict(init_std=std, expert=True)
+        self.gate_up = split_weight((c.num_experts, 2 * width, hidden), 0, ep, recipe, **options)
+        self.down = split_weight((c.num_experts, hidden, width), 0, ep, recipe, **options)
 
-    def forward(self, x: Activation, ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        perm = build_permutation(ids_Tk, self.num_experts)
-        call = _Call(x, perm, self.gate_up, self.down, self.stash, self.name, self.stage)
+    def start(self, ids_Tk: Tensor) -> PlanStart:
+        """Tells the ranks how many tokens will come; other work may follow before `forward`."""
+        return start_plan(ids_Tk, self.num_experts, self.ep)
+
+    def forward(self, x: Activation, start: PlanStart, weights_Tk: Tensor) -> Tensor:
+        call = _Call(x, start, self.gate_up, self.down, self.stash, self.name, self.stage)
         return _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call)

@@ -8,22 +8,26 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fp8.activation import Activation
-from fp8.linear import linear
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from fp8.swiglu import swiglu_quantize
-from fp8.weight import Weight
+from parallel.linear import column_linear, row_linear
+from parallel.mesh import Axis
+from parallel.split import split_weight
 
 
 class MLP(nn.Module):
-    """x [T, D] quantised -> [T, D]."""
+    """x [t, D] quantised -> [t, D]; the width is split over `tp`."""
 
-    def __init__(self, hidden: int, width: int, std: float, recipe: Recipe, stash: Stash, name: str, stage: int) -> None:
+    def __init__(
+        self, hidden: int, width: int, std: float, recipe: Recipe, tp: Axis, stash: Stash, name: str, stage: int
+    ) -> None:
         super().__init__()
-        self.stash, self.name, self.stage = stash, name, stage
-        self.gate_up = Weight(2 * width, hidden, recipe=recipe, init_std=std)
-        self.down = Weight(hidden, width, recipe=recipe, init_std=std)
+        self.tp, self.stash, self.name, self.stage = tp, stash, name, stage
+        self.gate_up = split_weight((2 * width, hidden), 0, tp, recipe, [(width, 1), (width, 1)], init_std=std)
+        self.down = split_weight((hidden, width), 1, tp, recipe, init_std=std)
 
     def forward(self, x: Activation) -> Tensor:
-        h_T2f = linear(x, self.gate_up)
-        return linear(swiglu_quantize(h_T2f, self.down, self.stash, f"{self.name}.swiglu", rebuild=self.stage >= 1), self.down)
+        h_T2f = column_linear(x, self.gate_up, self.tp)
+        a = swiglu_quantize(h_T2f, self.down, self.stash, f"{self.name}.swiglu", rebuild=self.stage >= 1)
+        return row_linear(a, self.down, self.tp)

@@ -18,21 +18,27 @@ from fp8.weight import Weight
 from model.attention import Attention, Context
 from model.config import ModelConfig
 from model.moe import MoE
+from parallel.mesh import Mesh
 
 
 class MTP(nn.Module):
-    """(h [T, D] normed trunk output, e [T, D] embeddings of the next tokens) -> hidden states [T, D] before `final_norm`."""
+    """(h [t, D] normed trunk output, e [t, D] embeddings of the next tokens) -> hidden states [t, D] before `final_norm`.
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, name: str, stage: int) -> None:
+    Its projection is not split: under sequence parallel each tp rank runs its own tokens through the whole of it.
+    """
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, mesh: Mesh, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
-        c, fp32 = config, Recipe.fp32()
+        c, own = config, mesh.tp.sequence
         self.config, self.stash, self.name = c, stash, name
-        self.enorm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
-        self.hnorm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
-        self.eh_proj = Weight(c.hidden_size, 2 * c.hidden_size, recipe=recipe, init_std=c.initializer_range)
-        self.attention = Attention(c, recipe, stash, f"{name}.attention", stage)
-        self.block = MoE(c, recipe, stash, f"{name}.block", stage)
-        self.final_norm = Weight(c.hidden_size, recipe=fp32, init_std=None, decay=False, tp_partial=True)
+        norm = dict(recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=own)
+        std = c.initializer_range
+        self.enorm = Weight(c.hidden_size, **norm)
+        self.hnorm = Weight(c.hidden_size, **norm)
+        self.eh_proj = Weight(c.hidden_size, 2 * c.hidden_size, recipe=recipe, init_std=std, tp_partial=own)
+        self.attention = Attention(c, recipe, mesh, stash, f"{name}.attention", stage)
+        self.block = MoE(c, recipe, mesh, stash, f"{name}.block", stage)
+        self.final_norm = Weight(c.hidden_size, **norm)
 
     def forward(self, h_TD: Tensor, e_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         eps = self.config.rms_norm_eps

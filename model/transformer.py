@@ -1,6 +1,7 @@
 """BailingMoeV2 (Ling 2.0), top to bottom.
 
-Shapes: B sequences of S tokens, T = B * S, D features, V vocabulary. Between layers the residual stream h is [T, D].
+Shapes: B sequences of S tokens, T = B * S, t = T / tp of this rank under sequence parallel (else T), D features, V vocabulary.
+Between layers the residual stream h is [t, D].
 
     h = embedding(tokens)
     each layer:   h += attention(norm(h));  h += mlp_or_moe(norm(h))
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8.cross_entropy import head_loss
-from fp8.embedding import embedding
 from fp8.gemm import gemm_nt
 from fp8.recipe import Recipe
 from fp8.rms_norm import Normed, rms_norm_quantize
@@ -27,18 +27,21 @@ from model.config import ModelConfig
 from model.loss import Losses, NumValid, mtp_inputs
 from model.moe import DenseBlock, MoE
 from model.mtp import MTP
+from parallel.collectives import all_gather
 from parallel.mesh import Mesh
+from parallel.sequence import gather_activation, sum_value, vocab_axis, vocab_embedding
+from parallel.split import split_weight
 
 
 class Layer(nn.Module):
     """h += attention(h); h += block(h). Returns (h, weighted auxiliary losses, z-loss for the log)."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, stash: Stash, index: int, stage: int) -> None:
+    def __init__(self, config: ModelConfig, recipe: Recipe, mesh: Mesh, stash: Stash, index: int, stage: int) -> None:
         super().__init__()
         name = f"layers.{index}"
         block = DenseBlock if index < config.first_k_dense_replace else MoE
-        self.attention = Attention(config, recipe, stash, f"{name}.attention", stage)
-        self.block = block(config, recipe, stash, f"{name}.block", stage)
+        self.attention = Attention(config, recipe, mesh, stash, f"{name}.attention", stage)
+        self.block = block(config, recipe, mesh, stash, f"{name}.block", stage)
 
     def forward(self, h_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         h_TD = h_TD + self.attention(h_TD, ctx)
@@ -67,15 +70,16 @@ class Transformer(nn.Module):
         super().__init__()
         c = config
         self.config, self.recipe, self.dtype, self.stash = c, recipe, dtype, Stash()
-        self.mesh = Mesh.solo() if mesh is None else mesh
+        self.mesh = mesh = Mesh.solo() if mesh is None else mesh
         uses = 1 + c.num_nextn_predict_layers  # embedding and head serve the MTP layer too
         plain = Recipe.fp32() if recipe.name == "fp32" else Recipe.bf16()
-        vd, std = (c.vocab_size, c.hidden_size), c.initializer_range
-        self.embedding = Weight(*vd, recipe=plain, init_std=std, num_uses=uses)
-        self.layers = nn.ModuleList(Layer(c, recipe, self.stash, i, stage) for i in range(c.num_hidden_layers))
-        self.norm = Weight(c.hidden_size, recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=True)
-        self.head = Weight(*vd, recipe=recipe, init_std=std, num_uses=uses)
-        self.mtp = MTP(c, recipe, self.stash, "mtp", stage) if c.num_nextn_predict_layers else None
+        vd, options = (c.vocab_size, c.hidden_size), dict(init_std=c.initializer_range, num_uses=uses)
+        own = mesh.tp.sequence
+        self.embedding = split_weight(vd, 0, mesh.tp, plain, **options)
+        self.layers = nn.ModuleList(Layer(c, recipe, mesh, self.stash, i, stage) for i in range(c.num_hidden_layers))
+        self.norm = Weight(c.hidden_size, recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=own)
+        self.head = split_weight(vd, 0, mesh.tp, recipe, **options)
+        self.mtp = MTP(c, recipe, mesh, self.stash, "mtp", stage) if c.num_nextn_predict_layers else None
         for name, weight in weights(self):
             weight.name = name
 
@@ -90,7 +94,7 @@ class Transformer(nn.Module):
 
     def _trunk(self, tokens_BS: Tensor, ctx: Context) -> tuple[Normed, Tensor, Tensor]:
         """Final-normed hidden states, and the layers' auxiliary losses and z-losses summed."""
-        h_TD = embedding(tokens_BS.flatten(), self.embedding, self.dtype)
+        h_TD = vocab_embedding(tokens_BS.flatten(), self.embedding, self.mesh.tp, self.dtype)
         aux_sum = z_sum = torch.zeros((), device=tokens_BS.device)
         for layer in self.layers:
             h_TD, aux, z = layer(h_TD, ctx)
@@ -101,11 +105,12 @@ class Transformer(nn.Module):
         return rms_norm_quantize(h_TD, norm, self.config.rms_norm_eps, self.head, self.stash, name)
 
     def _loss(self, x: Normed, labels_BS: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        c = self.config
-        return head_loss(x.edge, self.head, labels_BS.flatten(), scale, c.head_z_loss_weight, c.loss_chunk)
+        c, tp = self.config, self.mesh.tp
+        edge, vocab = gather_activation(x.edge, tp), vocab_axis(self.head, tp)
+        return head_loss(edge, self.head, labels_BS.flatten(), scale, c.head_z_loss_weight, c.loss_chunk, vocab)
 
     def _mtp_hidden(self, x: Normed, next_tokens_BS: Tensor, ctx: Context) -> tuple[Normed, Tensor, Tensor]:
-        e_TD = embedding(next_tokens_BS.flatten(), self.embedding, self.dtype)
+        e_TD = vocab_embedding(next_tokens_BS.flatten(), self.embedding, self.mesh.tp, self.dtype)
         h_TD, aux, z = self.mtp(x.x_TD, e_TD, ctx)
         return self._head_input(h_TD, self.mtp.final_norm, "mtp.norm"), aux, z
 
@@ -139,6 +144,7 @@ class Transformer(nn.Module):
             total, aux, z = total + mtp_loss, aux + mtp_aux, z + mtp_z
         num_moe = c.num_hidden_layers - c.first_k_dense_replace + c.num_nextn_predict_layers
         counts = (labels_BS != -100).sum(), (mtp_labels != -100).sum()
+        aux, z = sum_value(aux, self.mesh.tp), sum_value(z, self.mesh.tp)
         return Losses(total + aux, ce_sum, mtp_sum, *counts, z / max(num_moe, 1), aux.detach())
 
     @torch.no_grad()
@@ -146,7 +152,12 @@ class Transformer(nn.Module):
         """Next-token logits [B, S, V] fp32 of `tokens` that follow what `cache` holds; appends to the cache."""
         rest = dict(cu_seqlens=None, max_seqlen=0, num_tokens=torch.tensor(1, device=tokens_BS.device), cache=cache)
         x, _, _ = self._trunk(tokens_BS, self._context(tokens_BS, None, **rest))
-        return gemm_nt(x.edge.q, self.head.q, dtype=self.dtype).float().unflatten(0, tokens_BS.shape)
+        return self._logits(x, tokens_BS.shape)
+
+    def _logits(self, x: Normed, shape: torch.Size) -> Tensor:
+        tp = self.mesh.tp
+        logits_Tv = gemm_nt(gather_activation(x.edge, tp).q, self.head.q, dtype=self.dtype).float()
+        return all_gather(logits_Tv.t(), tp, "tp").t().unflatten(0, shape)
 
     @torch.no_grad()
     def mtp_logits(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
@@ -155,7 +166,7 @@ class Transformer(nn.Module):
         ctx = self._context(tokens_BS, None, **rest)
         x, _, _ = self._trunk(tokens_BS, ctx)
         y, _, _ = self._mtp_hidden(x, mtp_inputs(tokens_BS, labels_BS, None)[0], ctx)
-        return gemm_nt(y.edge.q, self.head.q, dtype=self.dtype).float().unflatten(0, tokens_BS.shape)
+        return self._logits(y, tokens_BS.shape)
 
 
 def _generator(device: torch.device, *key: object) -> torch.Generator:

@@ -100,9 +100,7 @@ def reduce_scatter(x: Tensor, axis: Axis, kind: str, wire: Spec | None = None) -
     return q.dequantize().unflatten(0, (axis.size, rows)).sum(0).to(x.dtype)
 
 
-def start_all_to_all(
-    x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None
-) -> Pending:
+def start_all_to_all(x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None) -> Pending:
     """[sum(send), ...] -> [sum(recv), ...]: rows in rank order; counts may be uneven and zero."""
     if axis.size == 1:
         return Pending(x, None, axis, kind)
@@ -115,9 +113,7 @@ def start_all_to_all(
     return Pending(out, work, axis, kind)
 
 
-def all_to_all(
-    x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None
-) -> Tensor:
+def all_to_all(x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None) -> Tensor:
     """`start_all_to_all`, waited for."""
     return start_all_to_all(x, axis, kind, send, recv, fmt).wait()
 
@@ -248,9 +244,7 @@ def all_gather_rows(q: Quantized, axis: Axis, kind: str) -> Quantized:
     return start_all_gather_rows(q, axis, kind).wait()
 
 
-def start_exchange(
-    q: Quantized, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int]
-) -> PendingRows | _Arrived:
+def start_exchange(q: Quantized, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int]) -> PendingRows | _Arrived:
     """All-to-all of q's rows, payload and scales in one collective."""
     if axis.size == 1:
         return _Arrived(q)

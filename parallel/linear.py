@@ -32,9 +32,7 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, carrier_tD: Tensor, anchor: Tensor, x: Activation, weight: Weight, axis: Axis
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, carrier_tD: Tensor, anchor: Tensor, x: Activation, weight: Weight, axis: Axis) -> Tensor:
         ctx.ticket, ctx.weight, ctx.axis = x.ticket.claim(), weight, axis
         x_q = all_gather_rows(x.q, axis, KIND) if axis.sequence else x.q
         return gemm_nt(x_q, weight.q, dtype=carrier_tD.dtype)
@@ -68,9 +66,7 @@ class _RowLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, carrier_Tf: Tensor, anchor: Tensor, x: Activation, weight: Weight, axis: Axis
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, carrier_Tf: Tensor, anchor: Tensor, x: Activation, weight: Weight, axis: Axis) -> Tensor:
         ctx.ticket, ctx.weight, ctx.axis = x.ticket.claim(), weight, axis
         return sum_tokens(gemm_nt(x.q, weight.q, dtype=carrier_Tf.dtype), axis)
 

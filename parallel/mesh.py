@@ -123,9 +123,7 @@ def check_layout(
     return problems
 
 
-def _axis(
-    rank: int, members: list[list[int]], traffic: Traffic, wire: Spec | None = None, sequence: bool = True
-) -> Axis:
+def _axis(rank: int, members: list[list[int]], traffic: Traffic, wire: Spec | None = None, sequence: bool = True) -> Axis:
     """The axis of `rank` among `members`. Every process makes every group, in the same order, as torch requires."""
     mine = Axis.solo(traffic)
     for ranks in members:

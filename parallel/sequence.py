@@ -3,12 +3,15 @@
     gather_activation    forward gather (quantised rows), backward reduce-scatter: before a layer that splits its output
     split_tokens         forward own part, backward gather: replicated tokens into the MoE block
     join_tokens          forward gather, backward own part: and back (sequence parallel off)
-    embedding            vocabulary rows split over the axis, output reduce-scattered
+    vocab_embedding      vocabulary rows split over the axis, output reduce-scattered
 
 Shapes: T tokens of the micro-batch, t of this rank, D features, v vocabulary rows of this rank, n ranks of the axis.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +19,10 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation, make_carrier
 from fp8.cross_entropy import VocabAxis
+from fp8.embedding import add_rows, embedding
 from fp8.quantized import TENSORWISE, Quantized
-from fp8.stash import Stash
+from fp8.rms_norm import Normed
+from fp8.stash import Ticket
 from fp8.weight import Weight
 from parallel.collectives import Pending, all_gather, all_gather_rows, all_reduce, reduce_scatter, start_all_reduce
 from parallel.collectives import start_reduce_scatter as _start_reduce_scatter
@@ -53,6 +58,24 @@ def start_sum_tokens(partial_TD: Tensor, axis: Axis) -> Pending:
     return _start_reduce_scatter(partial_TD, axis, KIND)
 
 
+class _DerivedTicket(Ticket):
+    """A claim on `make(source)`: holds nothing itself, claims the source when it is claimed, makes the value when popped."""
+
+    def __init__(self, source: Ticket, make: Callable[[Any], Any]) -> None:
+        super().__init__(source.name, None, lambda: make(source.pop()), None)
+        self._source = source
+
+    def claim(self) -> Ticket:
+        if self._uses == 0:
+            self._source.claim()
+        return super().claim()
+
+
+def sum_value(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of a 0-dim x over the axis, for the log; its gradient stays this rank's own part."""
+    return x if axis.size == 1 else x + (all_reduce(x.detach().clone(), axis, KIND) - x.detach())
+
+
 # ---------------------------------------------------------------- quantised rows, whole again
 
 
@@ -69,19 +92,16 @@ class _GatherCarrier(torch.autograd.Function):
         return sum_tokens(dx_TD, ctx.axis), None, None
 
 
-def gather_activation(x: Activation, axis: Axis, stash: Stash, name: str) -> Activation:
+def gather_activation(x: Activation, axis: Axis) -> Activation:
     """x [t, D] -> [T, D] for a consumer whose weight is split over the axis; backward sums dX over the ranks.
 
     Keeps this rank's rows only; a consumer that pops the ticket gathers again.
     """
     if axis.size == 1:
         return x
-    q = all_gather_rows(x.q, axis, KIND) if axis.sequence else x.q
-    carrier = _GatherCarrier.apply(x.carrier, q.shape[0], axis)
-    if not axis.sequence:
-        return Activation(q, carrier, x.ticket)
-    local = x.ticket.claim()
-    return Activation(q, carrier, stash.put(name, q, lambda: all_gather_rows(local.pop(), axis, KIND)))
+    gather = (lambda q: all_gather_rows(q, axis, KIND)) if axis.sequence else (lambda q: q)
+    q = gather(x.q)
+    return Activation(q, _GatherCarrier.apply(x.carrier, q.shape[0], axis), _DerivedTicket(x.ticket, gather))
 
 
 # ---------------------------------------------------------------- replicated tokens, each handled once
@@ -130,36 +150,41 @@ def rows_of(q: Quantized, rows: slice) -> Quantized:
     return Quantized(q.data[rows], q.scale_inv[rows].t().contiguous().t(), q.tile)
 
 
-def split_activation(x: Activation, axis: Axis, stash: Stash, name: str) -> Activation:
+def split_activation(x: Activation, axis: Axis) -> Activation:
     """`split_tokens` of quantised rows."""
     if axis.size == 1 or axis.sequence:
         return x
-    own, whole = own_rows(axis, x.q.shape[0]), x.ticket.claim()
-    q = rows_of(x.q, own)
-    return Activation(q, _Split.apply(x.carrier, axis), stash.put(name, q, lambda: rows_of(whole.pop(), own)))
+    own = own_rows(axis, x.q.shape[0])
+    ticket = _DerivedTicket(x.ticket, lambda q: rows_of(q, own))
+    return Activation(rows_of(x.q, own), _Split.apply(x.carrier, axis), ticket)
+
+
+def split_normed(x: Normed, axis: Axis) -> Normed:
+    """`split_tokens` of all that a norm hands out."""
+    if axis.size == 1 or axis.sequence:
+        return x
+    own = own_rows(axis, x.x_TD.shape[0])
+    ticket = _DerivedTicket(x.x_ticket, lambda x_TD: x_TD[own])
+    return Normed(split_activation(x.edge, axis), split_tokens(x.x_TD, axis), ticket)
 
 
 # ---------------------------------------------------------------- vocabulary
 
 
-class _Embedding(torch.autograd.Function):
+class _VocabEmbedding(torch.autograd.Function):
     """forward  h_TD = w_vD[tokens], rows of other ranks' tokens zero, summed over the axis
     wgrad    dw_vD[tokens] += dh_TD
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, anchor: Tensor, tokens_T: Tensor, weight: Weight, axis: Axis, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, anchor: Tensor, tokens_T: Tensor, weight: Weight, axis: Axis, dtype: torch.dtype) -> Tensor:
         local_T = tokens_T - axis.rank * weight.data.shape[0]
         mine_T = (local_T >= 0) & (local_T < weight.data.shape[0])
         index_T = torch.where(mine_T, local_T, torch.zeros_like(local_T))
         ctx.save_for_backward(index_T, mine_T)
         ctx.weight, ctx.axis = weight, axis
-        h_TD = weight.data[index_T].to(dtype)
-        if axis.size == 1:
-            return h_TD
-        h_TD = h_TD.masked_fill_(~mine_T[:, None], 0)  # one rank has the row, so the sum is exact in any dtype
+        # one rank has the row, so the sum is exact in any dtype
+        h_TD = weight.data[index_T].to(dtype).masked_fill_(~mine_T[:, None], 0)
         return reduce_scatter(h_TD, axis, KIND) if axis.sequence else all_reduce(h_TD, axis, KIND)
 
     @staticmethod
@@ -167,22 +192,18 @@ class _Embedding(torch.autograd.Function):
         index_T, mine_T = ctx.saved_tensors
         dh_TD = all_gather(dh_tD, ctx.axis, KIND) if ctx.axis.sequence else dh_tD
         dh_TD = torch.where(mine_T[:, None], dh_TD, torch.zeros_like(dh_TD))
-
-        def write(out: Tensor, accumulate: bool) -> None:
-            if not accumulate:
-                out.zero_()
-            out.index_put_((index_T,), dh_TD.to(out.dtype), accumulate=True)
-
-        ctx.weight.accumulate(write)
+        ctx.weight.accumulate(lambda out, acc: add_rows(out, index_T, dh_TD, acc))
         return None, None, None, None, None
 
 
-def embedding(tokens_T: Tensor, weight: Weight, axis: Axis, dtype: torch.dtype) -> Tensor:
+def vocab_embedding(tokens_T: Tensor, weight: Weight, axis: Axis, dtype: torch.dtype) -> Tensor:
     """tokens [T] -> rows of `weight` in `dtype`: [t, D] under sequence parallel, else [T, D].
 
     weight holds rows [rank * v, (rank + 1) * v) of the vocabulary; the whole of it on a solo axis.
     """
-    return _Embedding.apply(weight.anchor, tokens_T, weight, axis, dtype)
+    if axis.size == 1:
+        return embedding(tokens_T, weight, dtype)
+    return _VocabEmbedding.apply(weight.anchor, tokens_T, weight, axis, dtype)
 
 
 def vocab_axis(weight: Weight, axis: Axis) -> VocabAxis:

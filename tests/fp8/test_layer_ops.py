@@ -17,6 +17,7 @@ from fp8.stash import Stash
 from fp8.swiglu import swiglu_quantize, swiglu_ref
 from fp8.weight import Weight
 from model.experts import RoutedExperts, routed_experts_ref
+from parallel.mesh import Axis
 from tests.model.tiny import CONFIG, relative_error
 
 # Three FP8 roundings in a row (operand, output, gradient) at 2.6-3.7 % each add up to 6 %; small samples get the rest.
@@ -111,7 +112,7 @@ def test_unpermute_sums_in_fp32() -> None:
 def test_routed_experts_match_a_loop_over_experts(name: str, stage: int, routing: str) -> None:
     recipe = getattr(Recipe, name)()
     stash = Stash()
-    experts = RoutedExperts(CONFIG, recipe, stash, "e", stage)
+    experts = RoutedExperts(CONFIG, recipe, Axis.solo(), stash, "e", stage)
     for weight in (experts.gate_up, experts.down):
         weight.set_(torch.randn(weight.data.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
     tokens = {"spread": 40, "one expert": 150, "one token": 1}[routing]
@@ -122,7 +123,7 @@ def test_routed_experts_match_a_loop_over_experts(name: str, stage: int, routing
     x = torch.randn(tokens, 128, generator=gen, requires_grad=True)
     w = torch.rand(tokens, 2, generator=gen, requires_grad=True)
     dy = torch.randn(tokens, 128, generator=gen)
-    experts(quantize_activation(x, experts.gate_up, stash), ids, w).backward(dy)
+    experts(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w).backward(dy)
     leaves = [t.detach().double().requires_grad_() for t in (x, w, experts.gate_up.q.dequantize(), experts.down.q.dequantize())]
     routed_experts_loop(ids, *leaves).backward(dy.double())
     for got, leaf in zip((x.grad, w.grad, experts.gate_up.main_grad, experts.down.main_grad), leaves, strict=True):

@@ -9,7 +9,7 @@ from fp8.recipe import Recipe
 from model.loss import NumValid, count_valid
 from model.moe import sequence_balance_loss
 from model.router import Routing, bias_update, routers, select_experts, update_expert_bias
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from tests.model.tiny import batch, build, grads, relative_error
 
 
@@ -125,7 +125,7 @@ def test_balance_loss_stays_finite_and_at_least_one_for_vanishing_scores() -> No
     scores = torch.full((8, 8), 1e-30)
     ids = torch.arange(8).view(4, 2).repeat(2, 1)
     ones = torch.ones(8, 8)
-    balanced = sequence_balance_loss(Routing(ids, ones[:, :2], ones, ones), seq_len=8)
+    balanced = sequence_balance_loss(Routing(ids, ones[:, :2], ones, ones), seq_len=8, tp=Axis.solo())
     assert balanced.item() == pytest.approx(1.0)
-    tiny = sequence_balance_loss(Routing(ids, ones[:, :2], ones, scores), seq_len=8)
+    tiny = sequence_balance_loss(Routing(ids, ones[:, :2], ones, scores), seq_len=8, tp=Axis.solo())
     assert torch.isfinite(tiny)

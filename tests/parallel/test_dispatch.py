@@ -1,6 +1,6 @@
 """Expert parallelism: dispatch and combine against the plain reference, whatever the counts.
 
-Experts and ranks without tokens, ragged counts, padding, rows past the last group, scales that must travel with their bytes.
+Experts and ranks without tokens, ragged counts, padding, rows past the last group, scales that travel with their bytes.
 """
 
 from __future__ import annotations
