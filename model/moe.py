@@ -28,10 +28,10 @@ def router_z_loss(logits_TE: Tensor) -> Tensor:
 
 
 def sequence_balance_loss(routing: Routing, seq_len: int, tp: Axis) -> Tensor:
-    """This rank's tokens' part of the sum over sequences of sum_e f_e P_e (DeepSeek-V3, eq. 17-20): 1 a sequence when balanced.
-
     """This rank's tokens' part of the sum over sequences of sum_e f_e P_e (DeepSeek-V3, eq. 17-20): 1 a balanced sequence.
-    router's own 1e-20, so that vanishing scores stay finite.
+
+    f_e: share of the sequence's slots that expert e got, times E. P_e: mean over tokens of s_e / sum s. The floor under sum s is
+    the router's own 1e-20, so that vanishing scores stay finite.
     """
     scores, ids = routing.scores_TE, routing.ids_Tk
     tokens, num_experts, k = *scores.shape, ids.shape[1]
