@@ -1,0 +1,302 @@
+"""Checkpoints: whole or not at all, any layout, nothing runs code, clear refusals. Bare Weights; no model is trained here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8.optimizer import AdamW
+from fp8.recipe import Recipe
+from fp8.weight import Piece, Weight, weights
+from parallel.mesh import Mesh, build_mesh
+from tests.helpers import run_ranks
+from training.checkpoint import Checkpointer, RunState, load_masters, newest_whole, resume_from, whole_checkpoints
+from training.config import CheckpointConfig, Config, RunConfig
+from training.errors import UserError
+from training.shards import Shard, ShardError, damage, read_shards, write_shards
+
+Q, K, D = 8, 4, 6  # rows of q, k and v; columns
+
+
+class Toy(nn.Module):
+    """A fused [Q | K | V] weight split over tp ranks in three pieces, experts split over ep ranks, and a replicated norm."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, recipe: Recipe | None = None) -> None:
+        super().__init__()
+        recipe = recipe or Recipe.fp32()
+        q, k, e = Q // ranks, K // ranks, 4 // ranks
+        starts = ((rank * q, 0), (Q + rank * k, 0), (Q + K + rank * k, 0))
+        sizes, pieces, local = (q, k, k), [], 0
+        for start, size in zip(starts, sizes, strict=True):
+            pieces.append(Piece(start, (slice(local, local + size), slice(0, D))))
+            local += size
+        self.qkv = Weight(local, D, recipe=recipe, global_shape=(Q + 2 * K, D), pieces=tuple(pieces))
+        experts = Piece((rank * e, 0, 0), (slice(0, e), slice(0, 3), slice(0, D)))
+        self.experts = Weight(e, 3, D, recipe=recipe, expert=True, global_shape=(4, 3, D), pieces=(experts,))
+        self.norm = Weight(D, recipe=recipe, init_std=None, decay=False)
+
+
+def truth(name: str, kind: str) -> Tensor:
+    """The global value of every tensor, different in each element."""
+    shape = {"qkv": (Q + 2 * K, D), "experts": (4, 3, D), "norm": (D,)}[name]
+    offset = {"master": 0.5, "exp_avg": 1000.5, "exp_avg_sq": 2000.5}[kind]
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + offset
+
+
+def local(weight: Weight, value: Tensor) -> Tensor:
+    out = torch.empty(weight.data.shape)
+    for piece in weight.pieces:
+        size = out[piece.local].shape
+        out[piece.local] = value[tuple(slice(o, o + n) for o, n in zip(piece.offset, size, strict=True))]
+    return out
+
+
+def filled(model: Toy) -> AdamW:
+    optimizer = AdamW(weights(model))
+    for name, weight in weights(model):
+        optimizer.set_master(name, local(weight, truth(name, "master")))
+        for kind in ("exp_avg", "exp_avg_sq"):
+            optimizer.state()[name][kind].copy_(local(weight, truth(name, kind)))
+    optimizer.num_steps = 17
+    return optimizer
+
+
+def empty(model: Toy) -> AdamW:
+    optimizer = AdamW(weights(model))
+    for name, weight in weights(model):
+        optimizer.set_master(name, torch.zeros(weight.data.shape))
+    return optimizer
+
+
+def mismatches(model: Toy, optimizer: AdamW) -> list[str]:
+    return [
+        f"{kind}.{name}"
+        for name, weight in weights(model)
+        for kind, tensor in optimizer.state()[name].items()
+        if not torch.equal(tensor, local(weight, truth(name, kind)))
+    ]
+
+
+def config_in(folder: Path, keep: int = 2, resume: str = "auto") -> Config:
+    return Config(run=RunConfig(dir=str(folder)), checkpoint=CheckpointConfig(keep=keep, resume=resume))
+
+
+def checkpointer(folder: Path, keep: int = 2, resume: str = "auto", model: Toy | None = None, optimizer: AdamW | None = None,
+                 mesh: Mesh | None = None, tokenizer: str = "tok", data: str = "data") -> Checkpointer:  # fmt: skip
+    model = model or Toy()
+    config = config_in(folder, keep, resume)
+    return Checkpointer(config, model, optimizer or filled(model), mesh or Mesh.solo(), tokenizer, data)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_everything_comes_back_bitwise(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    checkpointer(tmp_path).save(3, 12, "wid")
+    drawn = torch.rand(4)
+    model = Toy()
+    other = checkpointer(tmp_path, model=model, optimizer=empty(model))
+    state = other.restore(quiet)
+    assert (state.step, state.consumed, state.wandb_id, other.optimizer.num_steps) == (3, 12, "wid", 17)
+    assert mismatches(model, other.optimizer) == []
+    assert torch.equal(torch.rand(4), drawn), "the random generator goes on where it was"
+
+
+def test_low_precision_weights_are_derived_from_their_masters(tmp_path: Path) -> None:
+    checkpointer(tmp_path).save(1, 1, None)
+    model = Toy(recipe=Recipe.bf16())
+    other = checkpointer(tmp_path, model=model, optimizer=empty(model))
+    other.restore(quiet)
+    assert torch.equal(model.qkv.data, truth("qkv", "master").bfloat16())
+    assert mismatches(model, other.optimizer) == []
+    bare = Toy(recipe=Recipe.bf16())
+    load_masters(whole_checkpoints(tmp_path)[-1], bare, Mesh.solo(), group_bytes=100)
+    assert all(torch.equal(a.data, b.data) for (_, a), (_, b) in zip(weights(bare), weights(model), strict=True))
+
+
+def _save_on_rank(rank: int, size: int, folder: str) -> None:
+    model = Toy(rank, size)
+    checkpointer(Path(folder), model=model, mesh=build_mesh(tp=size, ep=size)).save(1, 4, None)
+
+
+def _load_on_rank(rank: int, size: int, folder: str) -> list[str]:
+    model = Toy(rank, size)
+    other = checkpointer(Path(folder), model=model, optimizer=empty(model), mesh=build_mesh(tp=size, ep=size))
+    other.restore(quiet)
+    return mismatches(model, other.optimizer)
+
+
+def test_any_layout_reads_what_any_other_wrote(tmp_path: Path) -> None:
+    for writers, readers in ((1, 2), (2, 1), (2, 4), (4, 2)):
+        folder = str(tmp_path / f"{writers}to{readers}")
+        run_ranks(writers, _save_on_rank, folder)
+        assert run_ranks(readers, _load_on_rank, folder) == [[]] * readers
+
+
+def test_keep_drops_the_oldest_only(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        saver.save(step, step, None)
+    assert [p.name for p in whole_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+    # Saving a step that lies before the newest (a run that went back) must not delete what it has just written.
+    checkpointer(tmp_path, keep=1).save(1, 1, None)
+    assert "step_00000001" in [p.name for p in whole_checkpoints(tmp_path)]
+    assert "step_00000003" in [p.name for p in whole_checkpoints(tmp_path)]
+
+
+def test_same_step_can_be_saved_again(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(1, 1, None)
+    saver.save(1, 2, None)
+    assert RunState.read(whole_checkpoints(tmp_path)[0]).consumed == 2
+
+
+def test_half_written_and_damaged_ones_are_skipped_with_a_warning(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path, keep=9)
+    for step in (1, 2, 3, 4):
+        saver.save(step, step, None)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step_00000004", folder / "step_00000005.tmp")
+    (folder / "step_00000004/state.json").write_text("{")
+    shard = folder / "step_00000003/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    (folder / "step_00000002/.metadata").unlink()
+    warnings: list[str] = []
+    assert newest_whole(tmp_path, warnings.append).name == "step_00000001"
+    text = "\n".join(warnings)
+    for part in ("step_00000005.tmp: a save that was", "state.json is damaged", "is shorter than", ".metadata is missing"):
+        assert part in text
+
+
+def test_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(1, 1, None)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.checkpoint.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(2, 2, None)
+    monkeypatch.undo()
+    assert newest_whole(tmp_path, quiet).name == "step_00000001"
+    saver.save(2, 2, None)  # the leftover is cleared away
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("place", ["training.shards.dcp.save", "training.checkpoint.json.dump"])
+def test_disk_full_is_one_message_and_older_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    saver = checkpointer(tmp_path)
+    saver.save(1, 1, None)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(place, full)
+    with pytest.raises(UserError, match="No space left on device.*earlier.* intact"):
+        saver.save(2, 2, None)
+    assert newest_whole(tmp_path, quiet).name == "step_00000001"
+
+
+def _disk_full_on_one_rank(rank: int, size: int, folder: str) -> str:
+    import training.shards as shards
+
+    class Full(shards.dcp.FileSystemWriter):
+        def write_data(self, *_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    model = Toy(rank, size)
+    saver = checkpointer(Path(folder), model=model, mesh=build_mesh(tp=size, ep=size))
+    if rank == 1:
+        shards.dcp.FileSystemWriter = Full
+    with pytest.raises(UserError) as caught:
+        saver.save(1, 4, None)
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    messages = run_ranks(2, _disk_full_on_one_rank, str(tmp_path))
+    assert messages[0] == messages[1] and "rank 1: No space left on device" in messages[0]
+    assert whole_checkpoints(tmp_path) == [] and not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_another_model_or_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    saver = checkpointer(tmp_path)
+    path = saver.save(1, 1, None)
+    state, model = RunState.read(path), Config().model
+    with pytest.raises(UserError, match="another model: model.hidden_size is 2048 there and 4096 here; model.num_experts is 256"):
+        state.check(path, dataclasses.replace(model, hidden_size=4096, num_experts=8), "tok", "data", quiet)
+    with pytest.raises(UserError, match="another tokenizer: fingerprint tok there, other here"):
+        state.check(path, model, "other", "data", quiet)
+    warnings: list[str] = []
+    state.check(path, dataclasses.replace(model, bias_update_rate=1e-4), "tok", "new data", warnings.append)
+    assert "bias_update_rate changes from 0.001 to 0.0001" in warnings[0] and "training data is not" in warnings[1]
+
+
+def test_which_checkpoint_a_run_resumes(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert resume_from(str(b), "auto", quiet) is None and resume_from(str(b), "none", quiet) is None
+    saver = checkpointer(a, keep=5)
+    first, second = saver.save(1, 1, None), saver.save(2, 2, None)
+    assert resume_from(str(a), "auto", quiet) == second
+    assert resume_from(str(b), str(a), quiet) == second
+    assert resume_from(str(b), str(first), quiet) == first
+    with pytest.raises(UserError, match="already holds a run"):
+        resume_from(str(a), "none", quiet)
+    with pytest.raises(UserError, match="no checkpoint at nowhere"):
+        resume_from(str(b), "nowhere", quiet)
+    own = checkpointer(b).save(7, 7, None)
+    warnings: list[str] = []
+    assert resume_from(str(b), str(a), warnings.append) == own, "a restarted job goes on with its own"
+    assert "continuing" in warnings[0]
+    for path in whole_checkpoints(b):
+        (path / ".metadata").write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint of .* can be read"):
+        resume_from(str(b), "auto", quiet)
+
+
+def test_missing_tensor_and_wrong_shape_are_named(tmp_path: Path) -> None:
+    mesh = Mesh.solo()
+    write_shards(tmp_path / "c", {"x": Shard.whole(torch.ones(3))}, mesh.world)
+    with pytest.raises(ShardError, match="Missing key.*: y"):
+        read_shards(tmp_path / "c", {"y": Shard.whole(torch.ones(3))}, mesh.world)
+    with pytest.raises(ShardError, match="Size mismatch.*x"):
+        read_shards(tmp_path / "c", {"x": Shard.whole(torch.ones(4))}, mesh.world)
+
+
+class _Evil:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.target),)
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    path = checkpointer(tmp_path).save(1, 1, None)
+    (path / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "ran")))
+    assert "which no checkpoint needs" in damage(path)
+    path = checkpointer(tmp_path / "other").save(1, 1, None)
+    for shard in path.glob("*.distcp"):
+        length = shard.stat().st_size
+        shard.write_bytes(pickle.dumps(_Evil(tmp_path / "ran")).ljust(length, b"\0"))
+    model = Toy()
+    with pytest.raises(UserError, match="cannot load checkpoint"):
+        checkpointer(tmp_path / "other", model=model, optimizer=empty(model)).restore(quiet)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_state_is_plain_json(tmp_path: Path) -> None:
+    path = checkpointer(tmp_path).save(1, 5, "abc")
+    state = json.loads((path / "state.json").read_text())
+    assert state["consumed"] == 5 and state["config"]["checkpoint"]["keep"] == 2 and state["format"] == 1
