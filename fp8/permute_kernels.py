@@ -1,0 +1,204 @@
+"""Triton kernels behind permute.py: rows move once, as words; indices are built on the device in four launches.
+
+Shapes: T tokens, k slots a token, N = T * k slots, E experts, R rows of the buffer, D features, B blocks of slots.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.device_math import round_bf16
+from fp8.quantize_kernels import INTERPRETED, _row_scales
+from fp8.quantized import Quantized
+
+ROWS, WORDS = 16, 512  # 16 rows share the 64 bytes of a scale column that one store writes
+SUM_COLS = 2048
+SLOTS = 128  # slots whose ranks one program finds by comparing all pairs
+
+# ---------------------------------------------------------------- moving rows
+
+
+@triton.jit
+def _gather_rows(
+    x_ptr, si_ptr, index_ptr, live_ptr, y_ptr, ysi_ptr, rows_x, rows, words, scales,
+    K: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """ROWS x WORDS 32-bit words of y[r] = x[index[r] // K]; zero (scale 1) where the index is negative."""
+    rb, wb = tl.program_id(0), tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb * ROWS // 128) < 0:
+            return
+    row = rb * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    index = tl.load(index_ptr + row, mask=row_ok, other=-1)
+    source = index // K
+    word = wb * WORDS + tl.arange(0, WORDS)
+    word_ok = (word < words)[None, :]
+    x = tl.load(x_ptr + source.to(tl.int64)[:, None] * words + word[None, :], mask=(index >= 0)[:, None] & word_ok, other=0)
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * words + word[None, :], x, mask=row_ok[:, None] & word_ok)
+    if SCALES > 0:
+        if wb == 0:
+            block = tl.arange(0, SCALES).to(tl.int64)
+            block_ok = (block < scales)[:, None]
+            si = tl.load(si_ptr + block[:, None] * rows_x + source[None, :], mask=(index >= 0)[None, :] & block_ok, other=1.0)
+            tl.store(ysi_ptr + block[:, None] * rows + row[None, :], si, mask=row_ok[None, :] & block_ok)
+
+
+@triton.jit
+def _sum_rows(
+    y_ptr, row_ptr, plus_ptr, out_ptr, cols,
+    K: tl.constexpr, COLS: tl.constexpr, PLUS: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over K slots of y[row[t, slot]] (negative: none) [+ plus[t]], FP32, in slot order."""
+    t = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    col_ok = col < cols
+    total = tl.zeros((COLS,), tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(row_ptr + t * K + slot).to(tl.int64)
+        total += tl.load(y_ptr + row * cols + col, mask=col_ok & (row >= 0), other=0.0).to(tl.float32)
+    if PLUS:
+        total += tl.load(plus_ptr + t * cols + col, mask=col_ok, other=0.0).to(tl.float32)
+    if ROUND:
+        total = round_bf16(total, HARDWARE)
+    tl.store(out_ptr + t * cols + col, total, mask=col_ok)
+
+
+@triton.jit
+def _gather_values(x_ptr, index_ptr, out_ptr, count, SIZE: tl.constexpr):
+    """out[i] = x[index[i]]; zero where the index is negative."""
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    index = tl.load(index_ptr + i, mask=i < count, other=-1)
+    tl.store(out_ptr + i, tl.load(x_ptr + index, mask=index >= 0, other=0.0), mask=i < count)
+
+
+# ---------------------------------------------------------------- building indices
+
+
+@triton.jit
+def _expert_ids(ids_ptr, slot, count, experts):
+    """Expert of each slot, `experts` where there is none (or no slot)."""
+    e = tl.load(ids_ptr + slot, mask=slot < count, other=-1).to(tl.int32)
+    return tl.where(e < 0, experts, e)
+
+
+@triton.jit
+def _count_slots(ids_ptr, hist_ptr, count, experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
+    """hist[b, e]: slots of block b that chose expert e."""
+    b = tl.program_id(0)
+    e = _expert_ids(ids_ptr, b * SLOTS + tl.arange(0, SLOTS), count, experts)
+    bins = tl.arange(0, EXPERTS)
+    tl.store(hist_ptr + b.to(tl.int64) * experts + bins, tl.histogram(e, EXPERTS), mask=bins < experts)
+
+
+@triton.jit
+def _scan_blocks(hist_ptr, counts_ptr, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
+    """hist[b, e] becomes the number of slots of e in earlier blocks; counts[e] their total."""
+    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, blocks, BLOCKS):
+        b = start + tl.arange(0, BLOCKS)
+        at = hist_ptr + b.to(tl.int64)[:, None] * experts + e[None, :]
+        ok = (b < blocks)[:, None] & (e < experts)[None, :]
+        hist = tl.load(at, mask=ok, other=0)
+        tl.store(at, tl.cumsum(hist, 0) - hist + before[None, :], mask=ok)
+        before += tl.sum(hist, 0)
+    tl.store(counts_ptr + e, before, mask=e < experts)
+
+
+@triton.jit
+def _lay_out(
+    counts_ptr, starts_ptr, ends_ptr, block_expert_ptr, slot_ptr, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Starts and ends of the padded groups, the expert of each 128-row block, and -1 into every slot entry."""
+    e = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
+    padded = (counts + 127) // 128 * 128
+    ends = tl.cumsum(padded, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr + e, ends - padded, mask=e < experts)
+        tl.store(ends_ptr + e, ends, mask=e < experts)
+    b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    finished = (ends[None, :] <= (b * 128)[:, None]) & (e < experts)[None, :]
+    expert = tl.sum(finished.to(tl.int32), 1)
+    tl.store(block_expert_ptr + b, tl.where(expert < experts, expert, -1), mask=b < blocks)
+    row = b.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(slot_ptr + row, tl.full((BLOCKS, 128), -1, tl.int64), mask=(b < blocks)[:, None])
+
+
+@triton.jit
+def _place_slots(ids_ptr, before_ptr, starts_ptr, row_ptr, slot_ptr, count, experts, SLOTS: tl.constexpr):
+    """row[slot] = start of its expert + slots of that expert before it; the inverse into slot_ptr."""
+    b = tl.program_id(0)
+    i, j = tl.arange(0, SLOTS), tl.arange(0, SLOTS)
+    slot = b * SLOTS + i
+    e = _expert_ids(ids_ptr, slot, count, experts)
+    other = _expert_ids(ids_ptr, b * SLOTS + j, count, experts)
+    rank = tl.sum(((e[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    present = e < experts
+    row = rank + tl.load(before_ptr + b.to(tl.int64) * experts + e, mask=present, other=0)
+    row += tl.load(starts_ptr + e, mask=present, other=0)
+    tl.store(row_ptr + slot, tl.where(present, row, -1).to(tl.int64), mask=slot < count)
+    tl.store(slot_ptr + row, slot.to(tl.int64), mask=present)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def gather_rows(x: Quantized, index_R: Tensor, per_source: int, live_B: Tensor | None) -> Quantized:
+    """y[r] = x[index[r] // per_source], rows of any format of whole words; negative: zero with scale 1. `live_B` as in quantize.py."""
+    (sources, _), rows = x.shape, index_R.numel()
+    data = x.data.contiguous()
+    words = data[0].nbytes // 4 if sources else x.data.shape[1] * x.data.element_size() // 4
+    y = torch.empty((rows, x.data.shape[1]), dtype=x.data.dtype, device=x.device)
+    tiled = x.scale_inv is not None and x.tile[0] == 1
+    si = _row_scales(rows, x.data.shape[1], y) if tiled else x.scale_inv
+    scales = x.scale_inv.shape[1] if tiled else 0
+    _gather_rows[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
+        data.view(torch.int32), x.scale_inv if tiled else y.view(torch.int32), index_R, index_R if live_B is None else live_B,
+        y.view(torch.int32), si if tiled else y.view(torch.int32), sources, rows, words, scales,
+        K=per_source, ROWS=ROWS, WORDS=WORDS, SCALES=triton.next_power_of_2(scales) if tiled else 0, LIVE=live_B is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return Quantized(y, si, x.tile)
+
+
+def sum_rows(y_RD: Tensor, row_Tk: Tensor, plus_TD: Tensor | None = None) -> Tensor:
+    """[R, D] -> [T, D] in y's dtype: FP32 sum of rows row[t] (negative: none), plus `plus_TD`."""
+    (tokens, k), cols = row_Tk.shape, y_RD.shape[1]
+    out = torch.empty((tokens, cols), dtype=y_RD.dtype, device=y_RD.device)
+    block = min(SUM_COLS, triton.next_power_of_2(cols))
+    _sum_rows[(tokens, triton.cdiv(cols, block))](
+        y_RD, row_Tk, y_RD if plus_TD is None else plus_TD.contiguous(), out, cols, K=k, COLS=block, PLUS=plus_TD is not None,
+        ROUND=out.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gather_values(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] of two flat tensors, zero where the index is negative."""
+    out = torch.empty(index.shape, dtype=x.dtype, device=x.device)
+    _gather_values[(triton.cdiv(index.numel(), 1024),)](x, index, out, index.numel(), SIZE=1024, num_warps=4)
+    return out
+
+
+def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """(row [T, k], slot [max_rows], tensors of its `Groups`) of `permute.Permutation`: no sort, no host synchronisation."""
+    count, device = ids_Tk.numel(), ids_Tk.device
+    blocks, row_blocks = triton.cdiv(count, SLOTS), max_rows // 128
+    hist = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
+    counts, starts, ends = torch.empty((3, num_experts), dtype=torch.int32, device=device)
+    block_expert = torch.empty(row_blocks, dtype=torch.int32, device=device)
+    row = torch.empty(ids_Tk.shape, dtype=torch.int64, device=device)
+    slot = torch.empty(max_rows, dtype=torch.int64, device=device)
+    ids = ids_Tk.contiguous()
+    bins = triton.next_power_of_2(num_experts + 1)
+    _count_slots[(blocks,)](ids, hist, count, num_experts, SLOTS=SLOTS, EXPERTS=bins, num_warps=4)
+    _scan_blocks[(triton.cdiv(num_experts, 8),)](hist, counts, blocks, num_experts, BLOCKS=256, EXPERTS=8, num_warps=4)
+    _lay_out[(triton.cdiv(row_blocks, 32),)](
+        counts, starts, ends, block_expert, slot, row_blocks, num_experts,
+        BLOCKS=32, EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
+    )  # fmt: skip
+    _place_slots[(blocks,)](ids, hist, starts, row, slot, count, num_experts, SLOTS=SLOTS, num_warps=8)
+    return row, slot, (counts, starts, ends, block_expert)

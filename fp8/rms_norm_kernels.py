@@ -1,0 +1,125 @@
+"""Triton kernels behind rms_norm.py: one read of each input, one write of each output.
+
+Shapes: T tokens, D features; a tile is [ROWS, BLOCKS, 128], so that a block of 128 features is one axis. Scales are column-major.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.device_math import round_bf16, to_code
+from fp8.quantize_kernels import BLOCK, INTERPRETED, _abs_bits, _empty_fp8, _pow2_scale, _row_scales
+from fp8.quantized import Quantized
+
+TILE = 8192  # values of one program's tile: 4 rows of 2048
+BACKWARD_PROGRAMS = 528  # fixed, so that the order of dw's sums does not depend on the device; 4 for each of an H200's 132 SMs
+
+
+@triton.jit
+def _normalised(h, dim, eps, ROUND: tl.constexpr, HARDWARE: tl.constexpr):
+    """(h * rstd rounded to the stream's dtype, h * rstd, rstd [ROWS, 1, 1])."""
+    rstd = tl.rsqrt(tl.sum(tl.sum(h * h, 2), 1) / dim + eps)[:, None, None]
+    n = h * rstd
+    if ROUND:
+        return round_bf16(n, HARDWARE), n, rstd
+    return n, n, rstd
+
+
+@triton.jit
+def _rms_norm(
+    h_ptr, w_ptr, x_ptr, q_ptr, si_ptr, rows, dim, eps,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PLAIN: tl.constexpr, QUANTIZE: tl.constexpr, ROUND: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """x = w * cast(h * rstd), as values (PLAIN), as codes (QUANTIZE), or both."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    col = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    offset = row[:, None, None] * dim + col[None, :, :]
+    ok = (row < rows)[:, None, None] & (col < dim)[None, :, :]
+    h = tl.load(h_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + col, mask=col < dim, other=0.0).to(tl.float32)[None, :, :]
+    n, _, _ = _normalised(h, dim, eps, ROUND, HARDWARE)
+    x = n * w
+    if ROUND:
+        x = round_bf16(x, HARDWARE)
+    if PLAIN:
+        tl.store(x_ptr + offset, x, mask=ok)
+    if QUANTIZE:
+        multiplier, inverse = _pow2_scale(tl.max(_abs_bits(x), 2))
+        tl.store(q_ptr + offset, to_code(x * multiplier[:, :, None], HARDWARE), mask=ok)
+        si_ok = (row < rows)[:, None] & (block * 128 < dim)[None, :]
+        tl.store(si_ptr + block.to(tl.int64)[None, :] * rows + row[:, None], inverse, mask=si_ok)
+
+
+@triton.jit
+def _rms_norm_backward(
+    h_ptr, w_ptr, d1_ptr, d2_ptr, dres_ptr, dh_ptr, dw_ptr, rows, dim, eps,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, TWO: tl.constexpr, RESIDUAL: tl.constexpr, ROUND: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """dh of rows program, program + programs, ...; this program's part of dw. dx = d1 [+ d2]; dh gains dres."""
+    block = tl.arange(0, BLOCKS)
+    col = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    w = tl.load(w_ptr + col, mask=col < dim, other=0.0).to(tl.float32)[None, :, :]
+    dw = tl.zeros((BLOCKS, 128), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        offset = row[:, None, None] * dim + col[None, :, :]
+        ok = (row < rows)[:, None, None] & (col < dim)[None, :, :]
+        h = tl.load(h_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+        dx = tl.load(d1_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+        if TWO:
+            dx += tl.load(d2_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+        rounded, n, rstd = _normalised(h, dim, eps, ROUND, HARDWARE)
+        dw += tl.sum(dx * rounded, 0)
+        g = dx * w
+        dh = rstd * (g - n * (tl.sum(tl.sum(g * n, 2), 1) / dim)[:, None, None])
+        if RESIDUAL:
+            dh += tl.load(dres_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+        if ROUND:
+            dh = round_bf16(dh, HARDWARE)
+        tl.store(dh_ptr + offset, dh, mask=ok)
+    tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * dim + col, dw, mask=col < dim)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def _tile(dim: int, limit: int) -> tuple[int, int]:
+    """(rows, blocks of 128 features) of a tile of about `limit` values."""
+    blocks = triton.next_power_of_2(triton.cdiv(dim, BLOCK))
+    return max(1, limit // (blocks * BLOCK)), blocks
+
+
+def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool) -> tuple[Tensor | None, Quantized | None]:
+    """(x [T, D] in h's dtype if `plain`, x in E4M3 with 1x128 tiles if `quantized`)."""
+    h = h_TD.contiguous()
+    rows, dim = h.numel() // h.shape[-1], h.shape[-1]
+    x = torch.empty_like(h) if plain else None
+    q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
+    tile_rows, blocks = _tile(dim, TILE)
+    _rms_norm[(triton.cdiv(rows, tile_rows),)](
+        h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else h, q.scale_inv if quantized else h, rows, dim, eps,
+        ROWS=tile_rows, BLOCKS=blocks, PLAIN=plain, QUANTIZE=quantized, ROUND=h.dtype == torch.bfloat16,
+        HARDWARE=not INTERPRETED, num_warps=8,
+    )  # fmt: skip
+    return x, q
+
+
+def backward(
+    h_TD: Tensor, w_D: Tensor, dx_TD: Tensor, dx2_TD: Tensor | None, dres_TD: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(dh [T, D] in h's dtype, dw [D] fp32) for dx = dx_TD + dx2_TD; `dres_TD`, the residual's gradient, is added to dh."""
+    h, dim = h_TD.contiguous(), h_TD.shape[-1]
+    rows = h.numel() // dim
+    tile_rows, blocks = _tile(dim, TILE // 2)
+    programs = min(BACKWARD_PROGRAMS, triton.cdiv(rows, tile_rows))
+    dh, dw = torch.empty_like(h), torch.empty((programs, dim), dtype=torch.float32, device=h.device)
+    _rms_norm_backward[(programs,)](
+        h, w_D, dx_TD.contiguous(), h if dx2_TD is None else dx2_TD.contiguous(), h if dres_TD is None else dres_TD.contiguous(),
+        dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, TWO=dx2_TD is not None, RESIDUAL=dres_TD is not None,
+        ROUND=h.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=8,
+    )  # fmt: skip
+    return dh, dw.sum(0)

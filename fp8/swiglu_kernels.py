@@ -1,0 +1,252 @@
+"""Triton kernels behind swiglu.py: one read of what comes in, FP8 out.
+
+Shapes: R rows, f width (a multiple of 128 under FP8), h = [gate | up] of width 2f. Inverse scales are column-major.
+Forward and the recomputation in backward share one kernel, so both give the same bytes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.device_math import from_code, round_bf16, to_code
+from fp8.quantize_kernels import (
+    BLOCK,
+    INTERPRETED,
+    _abs_bits,
+    _empty_fp8,
+    _load_bf16x4,
+    _load_fp8x4,
+    _pow2_scale,
+    _row_scales,
+    _store_column,
+    _store_row,
+)
+from fp8.quantized import Quantized
+
+FORWARD_ROWS, FORWARD_WARPS = 32, 4  # 64 FP32 values of gate and up a thread
+BACKWARD_WARPS = 16  # 32 words of dH and 24 of inputs a thread; 8 warps spill
+
+
+@triton.jit
+def _pre_activation(
+    h_ptr, q_ptr, si_ptr, row, row_ok, offset, block, rows, STORED: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """[ROWS, 128] of h as backward will see it: read from the stored codes, or quantised, stored and read back."""
+    if STORED:
+        code = tl.load(q_ptr + offset, mask=row_ok[:, None], other=0)
+        inverse = tl.load(si_ptr + block * rows + row, mask=row_ok, other=0.0)
+    else:
+        x = tl.load(h_ptr + offset, mask=row_ok[:, None], other=0.0).to(tl.float32)
+        multiplier, inverse = _pow2_scale(tl.max(_abs_bits(x), 1))
+        code = to_code(x * multiplier[:, None], HARDWARE)
+        tl.store(q_ptr + offset, code, mask=row_ok[:, None])
+        tl.store(si_ptr + block * rows + row, inverse, mask=row_ok)
+    return from_code(code, HARDWARE) * inverse[:, None]
+
+
+@triton.jit
+def _swiglu_quantize(
+    h_ptr, hq_ptr, hsi_ptr, w_ptr, aq_ptr, asi_ptr, live_ptr, rows, width,
+    ROWS: tl.constexpr, STORED: tl.constexpr, WEIGHTED: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """ROWS x 128 columns of a = silu(gate) * up * w, in codes; with STORED = False it also writes the codes of h."""
+    cb, rb = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb * ROWS // 128) < 0:
+            return
+    row = rb * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    row_ok = row < rows
+    col = cb * 128 + tl.arange(0, 128)
+    offset = row[:, None] * (2 * width) + col[None, :]
+    g = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset, cb, rows, STORED, HARDWARE)
+    up_block = cb + width // 128
+    u = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset + width, up_block, rows, STORED, HARDWARE)
+    a = g / (1.0 + tl.exp(-g)) * u
+    if WEIGHTED:
+        a *= tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
+    a = round_bf16(a, HARDWARE)
+    multiplier, inverse = _pow2_scale(tl.max(_abs_bits(a), 1))
+    code = to_code(a * multiplier[:, None], HARDWARE)
+    tl.store(aq_ptr + row[:, None] * width + col[None, :], code, mask=row_ok[:, None])
+    tl.store(asi_ptr + cb * rows + row, inverse, mask=row_ok)
+
+
+@triton.jit
+def _swiglu_grad(g, u, da, w):
+    """(dg, du, da * silu(g) * u) of one element; w broadcasts over columns."""
+    s = 1.0 / (1.0 + tl.exp(-g))
+    silu = g * s
+    dw = da * silu
+    return da * w * u * s * (1.0 + g * (1.0 - s)), dw * w, dw * u
+
+
+@triton.jit
+def _swiglu_grad_row(
+    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, words_ok, word,
+    WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """dg and du of four neighbouring columns (one word) of 32 rows x 32 words; the block's part of dw is stored."""
+    row_ok = row < rows
+    src = hq_ptr + row.to(tl.int64)[:, None] * (2 * words) + word[None, :]
+    gate_si = hsi_ptr + cb.to(tl.int64) * rows
+    g0, g1, g2, g3 = _load_fp8x4(src, gate_si, row, rows, words_ok, HARDWARE)
+    up_si = gate_si + (words // 32).to(tl.int64) * rows
+    u0, u1, u2, u3 = _load_fp8x4(src + words, up_si, row, rows, words_ok, HARDWARE)
+    da_src = da_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
+    d0, d1, d2, d3 = _load_bf16x4(da_src, row_ok[:, None] & words_ok[None, :])
+    if WEIGHTED:
+        w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
+    else:
+        w = 1.0
+    g0, u0, d0 = _swiglu_grad(g0, u0, d0, w)
+    g1, u1, d1 = _swiglu_grad(g1, u1, d1, w)
+    g2, u2, d2 = _swiglu_grad(g2, u2, d2, w)
+    g3, u3, d3 = _swiglu_grad(g3, u3, d3, w)
+    if WEIGHTED:
+        tl.store(dw_ptr + cb.to(tl.int64) * rows + row, tl.sum((d0 + d1) + (d2 + d3), 1), mask=row_ok)
+    return g0, g1, g2, g3, u0, u1, u2, u3
+
+
+@triton.jit
+def _swiglu_backward(
+    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, width, words_per_row_t,
+    WEIGHTED: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One 128x128 block of gate and of up: row form and transposed form (tiles along rows) of dH from one read.
+
+    hq, q and qt as int32 words of four codes, da as int64 words of four BF16.
+    """
+    cb, rb = tl.program_id(0), tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb) < 0:
+            return
+    group = tl.arange(0, 32)
+    words = width // 4
+    word = cb * 32 + tl.arange(0, 32)
+    ok = word < words
+    r0 = rb * 128 + 4 * group
+    a0, a1, a2, a3, e0, e1, e2, e3 = _swiglu_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
+    b0, b1, b2, b3, f0, f1, f2, f3 = _swiglu_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 1, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
+    c0, c1, c2, c3, g0, g1, g2, g3 = _swiglu_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 2, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
+    d0, d1, d2, d3, h0, h1, h2, h3 = _swiglu_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 3, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
+    offset = r0.to(tl.int64)[:, None] * (2 * words) + word[None, :]
+    si = si_ptr + cb.to(tl.int64) * rows
+    _store_row(q_ptr, si, r0, ok, offset, rows, a0, a1, a2, a3, HARDWARE)
+    _store_row(q_ptr, si, r0 + 1, ok, offset + 2 * words, rows, b0, b1, b2, b3, HARDWARE)
+    _store_row(q_ptr, si, r0 + 2, ok, offset + 4 * words, rows, c0, c1, c2, c3, HARDWARE)
+    _store_row(q_ptr, si, r0 + 3, ok, offset + 6 * words, rows, d0, d1, d2, d3, HARDWARE)
+    sit = sit_ptr + rb.to(tl.int64) * (2 * width)
+    rw = rb * 32 + group
+    _store_column(qt_ptr, sit, 4 * word, ok, rw, words_per_row_t, a0, b0, c0, d0, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 1, ok, rw, words_per_row_t, a1, b1, c1, d1, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 2, ok, rw, words_per_row_t, a2, b2, c2, d2, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 3, ok, rw, words_per_row_t, a3, b3, c3, d3, HARDWARE)
+    offset += words
+    si += (words // 32).to(tl.int64) * rows
+    _store_row(q_ptr, si, r0, ok, offset, rows, e0, e1, e2, e3, HARDWARE)
+    _store_row(q_ptr, si, r0 + 1, ok, offset + 2 * words, rows, f0, f1, f2, f3, HARDWARE)
+    _store_row(q_ptr, si, r0 + 2, ok, offset + 4 * words, rows, g0, g1, g2, g3, HARDWARE)
+    _store_row(q_ptr, si, r0 + 3, ok, offset + 6 * words, rows, h0, h1, h2, h3, HARDWARE)
+    col = width + 4 * word
+    _store_column(qt_ptr, sit, col, ok, rw, words_per_row_t, e0, f0, g0, h0, HARDWARE)
+    _store_column(qt_ptr, sit, col + 1, ok, rw, words_per_row_t, e1, f1, g1, h1, HARDWARE)
+    _store_column(qt_ptr, sit, col + 2, ok, rw, words_per_row_t, e2, f2, g2, h2, HARDWARE)
+    _store_column(qt_ptr, sit, col + 3, ok, rw, words_per_row_t, e3, f3, g3, h3, HARDWARE)
+
+
+@triton.jit
+def _swiglu_plain(
+    h_ptr, w_ptr, da_ptr, out_ptr, dw_ptr, live_ptr, rows, width,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BACKWARD: tl.constexpr, WEIGHTED: tl.constexpr, LIVE: tl.constexpr,
+):  # fmt: skip
+    """The unquantised recipes: a [R, f] (forward) or dh [R, 2f] and partial dw (backward) of a ROWS x COLS tile."""
+    cb, rb = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb * ROWS // 128) < 0:
+            return
+    row = rb * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    row_ok = row < rows
+    col = cb * COLS + tl.arange(0, COLS)
+    ok = row_ok[:, None] & (col < width)[None, :]
+    wide = row[:, None] * (2 * width) + col[None, :]
+    narrow = row[:, None] * width + col[None, :]
+    g = tl.load(h_ptr + wide, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(h_ptr + wide + width, mask=ok, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
+    else:
+        w = 1.0
+    if BACKWARD:
+        da = tl.load(da_ptr + narrow, mask=ok, other=0.0).to(tl.float32)
+        dg, du, dw = _swiglu_grad(g, u, da, w)
+        tl.store(out_ptr + wide, dg, mask=ok)
+        tl.store(out_ptr + wide + width, du, mask=ok)
+        if WEIGHTED:
+            tl.store(dw_ptr + cb * rows + row, tl.sum(dw, 1), mask=row_ok)
+    else:
+        tl.store(out_ptr + narrow, g / (1.0 + tl.exp(-g)) * u * w, mask=ok)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def quantize_swiglu(
+    h: Tensor | Quantized, w_R: Tensor | None, live_B: Tensor | None = None
+) -> tuple[Quantized, Quantized]:
+    """h [R, 2f], BF16 or already in E4M3 with 1x128 tiles -> (h in E4M3, silu(gate) * up * w [R, f] in E4M3).
+
+    Args:
+        live_B: int32 [ceil(R / 128)]; blocks with a negative entry are neither read nor written.
+    """
+    stored = isinstance(h, Quantized)
+    rows, width = h.shape[0], h.shape[1] // 2
+    assert width % BLOCK == 0, f"width {width} is not a multiple of {BLOCK}"
+    data = h.data if stored else h
+    h_q = h if stored else Quantized(_empty_fp8(rows, 2 * width, like=data), _row_scales(rows, 2 * width, data), (1, BLOCK))
+    a_q = Quantized(_empty_fp8(rows, width, like=data), _row_scales(rows, width, data), (1, BLOCK))
+    grid = (width // BLOCK, triton.cdiv(rows, FORWARD_ROWS))
+    _swiglu_quantize[grid](
+        data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv, a_q.scale_inv if w_R is None else w_R,
+        a_q.data.view(torch.uint8), a_q.scale_inv, a_q.scale_inv if live_B is None else live_B, rows, width,
+        ROWS=FORWARD_ROWS, STORED=stored, WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
+        num_warps=FORWARD_WARPS,
+    )  # fmt: skip
+    return h_q, a_q
+
+
+def backward(
+    h_q: Quantized, w_R: Tensor | None, da_Rf: Tensor, live_B: Tensor | None = None
+) -> tuple[Quantized, Quantized, Tensor | None]:
+    """Stored h [R, 2f] and da [R, f] BF16 -> (dh [R, 2f], dh transposed [2f, Rp] tiled along rows, dw [R] fp32 or None)."""
+    rows, width = da_Rf.shape
+    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    dh, si = _empty_fp8(rows, 2 * width, like=da_Rf), _row_scales(rows, 2 * width, da_Rf)
+    dh_t = _empty_fp8(2 * width, rows_p, like=da_Rf)
+    si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
+    dw = None if w_R is None else torch.empty((width // BLOCK, rows), dtype=torch.float32, device=da_Rf.device)
+    _swiglu_backward[(width // BLOCK, rows_p // BLOCK)](
+        h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
+        si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
+        rows, width, rows_p // 4,
+        WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
+    )  # fmt: skip
+    return Quantized(dh, si, (1, BLOCK)), Quantized(dh_t, si_t.t(), (1, BLOCK)), None if dw is None else dw.sum(0)
+
+
+def plain(h_R2f: Tensor, w_R: Tensor | None, da_Rf: Tensor | None, live_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(a [R, f], None) without `da`, else (dh [R, 2f], dw [R] or None); all in h's dtype, dw fp32."""
+    rows, width = h_R2f.shape[0], h_R2f.shape[1] // 2
+    out = torch.empty_like(h_R2f) if da_Rf is not None else h_R2f.new_empty(rows, width)
+    blocks = triton.cdiv(width, BLOCK)
+    dw = h_R2f.new_empty((blocks, rows), dtype=torch.float32) if da_Rf is not None and w_R is not None else None
+    _swiglu_plain[(blocks, triton.cdiv(rows, FORWARD_ROWS))](
+        h_R2f, h_R2f if w_R is None else w_R, h_R2f if da_Rf is None else da_Rf.contiguous(), out, out if dw is None else dw,
+        out if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, COLS=BLOCK,
+        BACKWARD=da_Rf is not None, WEIGHTED=w_R is not None, LIVE=live_B is not None, num_warps=FORWARD_WARPS,
+    )  # fmt: skip
+    return out, None if dw is None else dw.sum(0)
