@@ -5,7 +5,7 @@ One of our weights is one or several of theirs: gate and up projections are fuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,6 +24,22 @@ class Part:
     name: str
     hf_name: str
     index: tuple[int | slice, ...]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the published block-FP8 checkpoints quantise it: attention, MLPs and experts; not head, embedding, eh_proj."""
+        return self.name.endswith((".qkv", ".out", ".gate_up", ".down"))
+
+    def box(self, global_shape: Sequence[int]) -> tuple[slice, ...]:
+        """The part of our tensor of `global_shape` that it is: a slice with start and stop for every dimension."""
+        index = (*self.index, *[slice(None)] * (len(global_shape) - len(self.index)))
+        ends = [slice(i, i + 1) if isinstance(i, int) else i for i in index]
+        return tuple(slice(*s.indices(n)[:2]) for s, n in zip(ends, global_shape, strict=True))
+
+    def hf_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of their tensor: the box without the expert dimension."""
+        sizes = tuple(s.stop - s.start for s in self.box(global_shape))
+        return sizes[sum(isinstance(i, int) for i in self.index) :]
 
 
 def config_from_hf(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
