@@ -6,6 +6,8 @@
 
 Shapes: M, N rows of A and B; K the common, contiguous dimension.
 Reference: dequantise and multiply in FP32. On Hopper: cuBLAS through torch (FP32 promotion every 128 of K for block scales).
+Operands that a GPU cannot multiply as they are (MX on Hopper, mixed tiles) are dequantised to BF16 and multiplied there: FP8
+values times powers of two are exact in BF16, so only the speed differs.
 """
 
 from __future__ import annotations
@@ -14,13 +16,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8.quantized import TENSORWISE, Quantized
-from fp8.recipe import BLOCK
+from fp8.hardware import has_block_gemm, has_tensorwise_gemm
+from fp8.quantized import Quantized
+from fp8.recipe import BLOCK, E4M3, TENSORWISE
 
 
 def gemm_nt_ref(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]: FP32 product of the dequantised operands, rounded once to `dtype`."""
     return (a.dequantize() @ b.dequantize().t()).to(dtype)
+
+
+def _is_native(a: Quantized, b: Quantized) -> bool:
+    """Whether this GPU multiplies the scaled operands as they are."""
+    formats = (a.data.dtype, b.data.dtype)
+    if a.tile == b.tile == TENSORWISE:
+        return has_tensorwise_gemm(a.device) and E4M3 in formats
+    return a.tile == (1, BLOCK) and b.tile == (BLOCK, BLOCK) and formats == (E4M3, E4M3) and has_block_gemm(a.device)
+
+
+def high_precision(q: Quantized) -> Tensor:
+    """The operand as a high-precision matrix: itself when unscaled, else its exact values in BF16."""
+    return q.data if q.scale_inv is None else q.dequantize(torch.bfloat16)
 
 
 def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
@@ -56,12 +72,12 @@ def gemm_nt(
     assert a.shape[-1] == b.shape[-1], f"K differs: {tuple(a.shape)} . {tuple(b.shape)}^T"
     assert a.scale_inv is None or a.shape[-1] % BLOCK == 0, f"K = {a.shape[-1]} is not a multiple of {BLOCK}"
     result_dtype = dtype if out is None else (torch.float32 if out.dtype == torch.float32 else out.dtype)
-    if a.data.is_cuda and a.scale_inv is not None:
+    if a.data.is_cuda and _is_native(a, b):
         y = _scaled_mm(a, b, torch.bfloat16 if out is not None else dtype)
     elif a.data.is_cuda and out is None:
-        y = (a.data @ b.data.t()).to(dtype)
+        y = (high_precision(a) @ high_precision(b).t()).to(dtype)
     elif a.data.is_cuda:
-        return _bf16_into(a.data, b.data, out, accumulate)
+        return _bf16_into(high_precision(a), high_precision(b), out, accumulate)
     else:
         y = gemm_nt_ref(a, b, result_dtype)
     if out is None:

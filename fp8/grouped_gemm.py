@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8.gemm import high_precision
+from fp8.hardware import has_block_gemm
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK
+from fp8.recipe import BLOCK, E4M3
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,15 @@ def _slices(groups: Groups) -> list[tuple[int, int, int]]:
     ]
 
 
-def _has_kernel(a: Quantized) -> bool:
-    """Block-scaled operands on Hopper go to grouped_gemm_sm90; other devices and recipes take the reference."""
-    return a.data.is_cuda and a.tile == (1, BLOCK) and torch.cuda.get_device_capability(a.device) == (9, 0)
+def _has_kernel(a: Quantized, b: Quantized) -> bool:
+    """Block-scaled E4M3 on Hopper goes to grouped_gemm_sm90."""
+    tiles, formats = (a.tile, b.tile), (a.data.dtype, b.data.dtype)
+    return tiles == ((1, BLOCK), (BLOCK, BLOCK)) and formats == (E4M3, E4M3) and has_block_gemm(a.device)
+
+
+def _in_bf16(a: Quantized, b: Quantized) -> bool:
+    """Unscaled BF16 goes to torch's grouped GEMM, and so does, exactly, what has no kernel of its own (gemm.py says why)."""
+    return all(q.scale_inv is not None or q.data.dtype == torch.bfloat16 for q in (a, b))
 
 
 # ---------------------------------------------------------------- forward and dgrad
@@ -96,12 +104,15 @@ def grouped_gemm_nt(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dty
     Rows past the last group are not written and must not be read.
     """
     assert a.shape[-1] == b.shape[-1], f"K differs: {tuple(a.shape)} . {tuple(b.shape)}^T"
-    if a.data.is_cuda and a.scale_inv is None and a.data.dtype == torch.bfloat16:
-        return F.grouped_mm(a.data, b.data.transpose(1, 2), offs=groups.ends_E, out_dtype=dtype)
-    if _has_kernel(a):
+    if a.data.is_cuda and _has_kernel(a, b):
         from fp8.grouped_gemm_sm90 import grouped_gemm_nt_sm90  # Triton comes with CUDA builds of torch only
 
         return grouped_gemm_nt_sm90(a, b, groups, dtype)
+    if a.data.is_cuda and _in_bf16(a, b):
+        y = F.grouped_mm(high_precision(a), high_precision(b).transpose(1, 2), offs=groups.ends_E, out_dtype=torch.bfloat16)
+        if a.scale_inv is not None:  # one scale a tensor must not come from what lies past the last group
+            y.masked_fill_(torch.arange(y.shape[0], device=y.device)[:, None] >= groups.ends_E[-1], 0.0)
+        return y.to(dtype)
     return grouped_gemm_nt_ref(a, b, groups, dtype)
 
 
@@ -125,13 +136,13 @@ def grouped_wgrad(dy_t: Quantized, x_t: Quantized, groups: Groups, out: Tensor, 
         accumulate: False writes (exact zeros for experts without rows), True adds (and leaves those untouched).
     """
     assert dy_t.shape[-1] == x_t.shape[-1], f"rows differ: {tuple(dy_t.shape)} and {tuple(x_t.shape)}"
-    if dy_t.data.is_cuda and dy_t.scale_inv is None and dy_t.data.dtype == torch.bfloat16:
-        y = F.grouped_mm(dy_t.data, x_t.data.t(), offs=groups.ends_E, out_dtype=torch.bfloat16)
-        y = torch.where((groups.counts_E > 0)[:, None, None], y, torch.zeros_like(y))  # empty groups come unwritten
-        out.add_(y) if accumulate else out.copy_(y)
-        return None
-    if _has_kernel(dy_t):
+    if dy_t.data.is_cuda and _has_kernel(dy_t, x_t):
         from fp8.grouped_gemm_sm90 import grouped_wgrad_sm90
 
         return grouped_wgrad_sm90(dy_t, x_t, groups, out, accumulate)
+    if dy_t.data.is_cuda and _in_bf16(dy_t, x_t):
+        y = F.grouped_mm(high_precision(dy_t), high_precision(x_t).t(), offs=groups.ends_E, out_dtype=torch.bfloat16)
+        y = torch.where((groups.counts_E > 0)[:, None, None], y, torch.zeros_like(y))  # empty groups come unwritten
+        out.add_(y) if accumulate else out.copy_(y)
+        return None
     grouped_wgrad_ref(dy_t, x_t, groups, out, accumulate)

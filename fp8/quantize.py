@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8.quantized import Quantized, expand_scales
-from fp8.recipe import BLOCK, E4M3, FP8_MAX, Spec
+from fp8.recipe import BLOCK, E4M3, FP8_MAX, TENSORWISE, Spec
 
 
 def _kernels(t: Tensor, dtype: torch.dtype) -> ModuleType | None:
@@ -67,46 +67,63 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
 # ---------------------------------------------------------------- quantize
 
 
-def quantize_ref(x: Tensor, spec: Spec) -> Quantized:
+def quantize_ref(x: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quantized:
     """[..., R, C] -> Quantized under `spec`; the definition of every quantise kernel."""
     if not spec.is_fp8:
         return Quantized.unscaled(x.to(spec.dtype))
+    if spec.tile == TENSORWISE:
+        return _quantize_tensorwise(x, spec, scale_inv)
     x = x.float()
     scale_inv = pow2_scale_inv(tile_amax(x, spec.tile), FP8_MAX[spec.dtype])
     data = cast_fp8(x / expand_scales(scale_inv, spec.tile, x.shape), spec.dtype)
     return Quantized(data, column_major(scale_inv) if spec.tile[0] == 1 else scale_inv, spec.tile)
 
 
-def quantize(x: Tensor, spec: Spec) -> Quantized:
-    """Quantises [..., R, C] as the GEMM's A or B operand (K along C)."""
+def _quantize_tensorwise(x: Tensor, spec: Spec, scale_inv: Tensor | None) -> Quantized:
+    """One scale a matrix: [..., 1, 1]. Without a given scale it comes from each matrix's own amax."""
+    if scale_inv is None:
+        amax = x.abs().amax(dim=(-2, -1), keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-2], 1, 1)
+        scale_inv = pow2_scale_inv(amax.float() * 2.0**spec.margin, FP8_MAX[spec.dtype])
+    scale_inv = scale_inv.expand(*x.shape[:-2], 1, 1)
+    return Quantized(cast_fp8(x.float() / scale_inv, spec.dtype), scale_inv, TENSORWISE)
+
+
+def quantize(x: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quantized:
+    """Quantises [..., R, C] as the GEMM's A or B operand (K along C).
+
+    Args:
+        scale_inv: tensorwise only: the inverse scale, 0-dim or [..., 1, 1] (delayed, static, common to several ranks); without
+            it the tensor's own amax decides.
+    """
     kernels = _kernels(x, spec.dtype)
     if kernels and spec.tile == (1, BLOCK) and x.dim() == 2:
         return kernels.quantize_rows(x.contiguous())
     if kernels and spec.tile == (BLOCK, BLOCK):
         return kernels.quantize_blocks(x.contiguous())
-    return quantize_ref(x, spec)
+    return quantize_ref(x, spec, scale_inv)
 
 
 # ---------------------------------------------------------------- quantize_t
 
 
-def quantize_t_ref(x_RC: Tensor, spec: Spec) -> Quantized:
+def quantize_t_ref(x_RC: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quantized:
     """[R, C] -> its transpose [C, Rp], tiles along R: what wgrad reads of dY. Padding rows are zero."""
     x_CR = F.pad(x_RC, (0, 0, 0, -x_RC.shape[0] % BLOCK)).t().contiguous()
-    return quantize_ref(x_CR, spec)
+    return quantize_ref(x_CR, spec, scale_inv)
 
 
-def quantize_t(x_RC: Tensor, spec: Spec, live_B: Tensor | None = None) -> Quantized:
+def quantize_t(x_RC: Tensor, spec: Spec, live_B: Tensor | None = None, scale_inv: Tensor | None = None) -> Quantized:
     """Quantises the transpose of [R, C] along R: [C, Rp].
 
     Args:
+        scale_inv: as for `quantize`.
         live_B: int32 [Rp / 128], e.g. `Groups.block_expert_B`; blocks with a negative entry hold nothing, and the kernel skips
             them (their output is undefined).
     """
     kernels = _kernels(x_RC, spec.dtype)
     if kernels and spec.tile == (1, BLOCK) and x_RC.dtype == torch.bfloat16:
         return kernels.quantize_transposed(x_RC.contiguous(), both=False, live_B=live_B)[1]
-    return quantize_t_ref(x_RC, spec)
+    return quantize_t_ref(x_RC, spec, scale_inv)
 
 
 def quantize_both(x_RC: Tensor, spec: Spec, live_B: Tensor | None = None) -> tuple[Quantized, Quantized]:
@@ -121,7 +138,12 @@ def quantize_both(x_RC: Tensor, spec: Spec, live_B: Tensor | None = None) -> tup
 
 
 def retile_t_ref(q_RC: Quantized, spec: Spec) -> Quantized:
-    """Row-quantised [R, C] -> its transpose [C, Rp], quantised anew in tiles along R: a gradient that travelled in FP8."""
+    """Row-quantised [R, C] -> its transpose [C, Rp], quantised anew in tiles along R: a gradient that travelled in FP8.
+
+    Bytes with one scale for all (and unscaled ones) only move.
+    """
+    if q_RC.tile in (None, TENSORWISE) and q_RC.data.dtype == spec.dtype:
+        return requantize_t_ref(q_RC)
     return quantize_t_ref(q_RC.dequantize(), spec)
 
 
@@ -136,32 +158,38 @@ def retile_t(q_RC: Quantized, spec: Spec, live_B: Tensor | None = None) -> Quant
 # ---------------------------------------------------------------- requantize_t
 
 
+def _pad_rows(data: Tensor, rows: int, cols: int = 0) -> Tensor:
+    """Zero rows below and zero columns to the right, FP8 as bytes."""
+    raw = data.view(torch.uint8) if data.element_size() == 1 else data
+    return F.pad(raw, (0, cols, 0, rows)).view(data.dtype)
+
+
 def requantize_t_ref(q: Quantized) -> Quantized:
-    """Row-tiled [R, C] -> transposed [C, Rp] with one scale a 128x128 block: what wgrad reads of X.
+    """Row-tiled [R, C] (1 x b) -> transposed [C, Rp] with one scale a b x b block: what wgrad reads of X.
 
     Each block takes the largest inverse scale of its rows; with power-of-two scales that is an exponent shift, rounded to
     nearest even where codes become subnormal. Exact up to FP8 range; NaN codes survive. All-zero rows have scale 1 and would
-    widen the block for nothing, so they do not take part in the maximum.
+    widen the block for nothing, so they do not take part in the maximum. Tensorwise and unscaled operands are only transposed.
     Source: FP8-Flow-MoE's scaling-aware transpose, with correct subnormals.
     """
-    if q.scale_inv is None:
-        return Quantized.unscaled(F.pad(q.data, (0, 0, 0, -q.shape[0] % BLOCK)).t().contiguous())
-    assert q.tile == (1, BLOCK), f"re-tiling starts from 1x{BLOCK} tiles, got {q.tile}"
-    rows, cols = q.shape
-    pad_r, pad_c = -rows % BLOCK, -cols % BLOCK
-    data = F.pad(q.data.view(torch.uint8), (0, pad_c, 0, pad_r)).view(q.data.dtype)
-    empty = (data.view(torch.uint8) & 0x7F).unflatten(1, (-1, BLOCK)).amax(-1) == 0  # [Rp, nc]
+    pad_r = -q.shape[0] % BLOCK
+    if q.tile in (None, TENSORWISE):
+        return Quantized(_pad_rows(q.data, pad_r).t().contiguous(), q.scale_inv, q.tile)
+    assert q.tile[0] == 1, f"re-tiling starts from row tiles, got {q.tile}"
+    edge, cols = q.tile[1], q.shape[1]
+    data = _pad_rows(q.data, pad_r, -cols % edge)
+    empty = (data.view(torch.uint8) & 0x7F).unflatten(1, (-1, edge)).amax(-1) == 0  # [Rp, nc]
     scale = F.pad(q.scale_inv, (0, 0, 0, pad_r), value=1.0)
-    target = scale.masked_fill(empty, 0.0).unflatten(0, (-1, BLOCK)).amax(1)  # [nr, nc]
+    target = scale.masked_fill(empty, 0.0).unflatten(0, (-1, edge)).amax(1)  # [nr, nc]
     target = torch.where(target > 0, target, torch.ones_like(target))
-    ratio = scale / target.repeat_interleave(BLOCK, 0)
-    ratio = ratio.masked_fill(empty, 1.0).repeat_interleave(BLOCK, 1)
+    ratio = scale / target.repeat_interleave(edge, 0)
+    ratio = ratio.masked_fill(empty, 1.0).repeat_interleave(edge, 1)
     out = cast_fp8(data.float() * ratio, q.data.dtype)[:, :cols]
-    return Quantized(out.t().contiguous(), target.t().contiguous(), (BLOCK, BLOCK))
+    return Quantized(out.t().contiguous(), target.t().contiguous(), (edge, edge))
 
 
 def requantize_t(q: Quantized, live_B: Tensor | None = None) -> Quantized:
-    """Re-tiles a row-quantised [R, C] into its transpose [C, Rp] with 128x128 scales; see `requantize_t_ref`.
+    """Re-tiles a row-quantised [R, C] into its transpose [C, Rp] with square tiles; see `requantize_t_ref`.
 
     Args:
         live_B: as for `quantize_t`.

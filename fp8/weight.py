@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fp8.health import Health
-from fp8.quantize import quantize, quantize_t
+from fp8.quantize import quantize, quantize_t, retile_t
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK, Recipe, Spec
+from fp8.recipe import BLOCK, CANDIDATES, TENSORWISE, Recipe, Spec
+from fp8.scaling import Reduce, RoleScale, amax_scale_inv, tensor_amax, unit_scale_inv
+
+SAMPLE_ROWS = 128  # high-precision rows that an adaptive weight keeps, for fp8/auto.py to measure against
+
+
+class Observer(Protocol):
+    """Sees every high-precision tensor that a weight quantises; see fp8/auto.py."""
+
+    def see(self, weight: Weight, role: str, x: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,11 @@ class Weight(nn.Module):
         global_shape, pieces: which parts of the global tensor the local one holds; layout-free checkpoints and initialisation read it.
         name: global name, set by the model.
         health: attached at an interval to measure what quantisation loses.
+        observer: attached at an interval by `auto`.
+        scales: state of delayed and static recipes, by role ("activation", "gradient").
+        reduce: maximum over the ranks whose tensors share one scale (rows that travel between ranks); None on one rank.
+        choice: `auto` only: indices into `CANDIDATES` of (fprop, dgrad, wgrad). On the CPU; adopted by the next `set_`.
+        sample, sample_amax: `auto` only: some rows in BF16, and the largest magnitude of the matrix that they are from.
     """
 
     def __init__(
@@ -66,27 +81,55 @@ class Weight(nn.Module):
         pieces: tuple[Piece, ...] | None = None,
     ) -> None:
         super().__init__()
-        spec = recipe.weight
-        for size in shape[-2:] if spec.is_fp8 else ():
-            assert size % BLOCK == 0, f"weight {shape}: {size} is not a multiple of {BLOCK}, which {spec.fmt} blocks need"
-        self.recipe, self.init_std, self.decay, self.num_uses = recipe, init_std, decay, num_uses
+        self.init_std, self.decay, self.num_uses = init_std, decay, num_uses
         self.expert, self.tp_partial, self.name = expert, tp_partial, ""
         self.global_shape = tuple(shape) if global_shape is None else global_shape
         whole = Piece((0,) * len(shape), tuple(slice(0, n) for n in shape))
         self.pieces = (whole,) if pieces is None else pieces
-        self.register_buffer("data", torch.empty(shape, dtype=spec.dtype))
+        self.register_buffer("data", torch.empty(shape, dtype=recipe.weight.dtype))
         self.register_buffer("scale_inv", None)
-        if spec.is_fp8:
-            r, c = spec.tile
-            self.scale_inv = torch.empty(*shape[:-2], -(-shape[-2] // r), -(-shape[-1] // c), dtype=torch.float32)
         self.anchor = nn.Parameter(torch.empty(0))
         self.main_grad: Tensor | None = None
         self.grad_dtype = torch.float32
         self.on_grad_ready: Callable[[Weight], None] | None = None
         self.last_microbatch = True
         self.health: Health | None = None
+        self.observer: Observer | None = None
+        self.reduce: Reduce | None = None
+        self.choice: Tensor | None = None
+        self.sample: Tensor | None = None
+        self.sample_amax: Tensor | None = None
         self._uses = 0
         self._written = False
+        self.use(recipe)
+
+    def use(self, recipe: Recipe) -> None:
+        """Takes another recipe, before `set_` gives values: construction with overrides, and `auto`.
+
+        Raises:
+            ValueError: an FP8 recipe, and the shape is not made of whole 128-wide blocks.
+        """
+        spec, shape, device = recipe.weight, self.data.shape, self.data.device
+        for size in shape[-2:] if recipe.is_fp8 else ():
+            if size % BLOCK:
+                raise ValueError(f"weight {tuple(shape)}: {size} is not a multiple of {BLOCK}, which FP8 blocks need")
+        self.recipe = recipe
+        if self.data.dtype != spec.dtype:
+            self.data = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.scale_inv = None
+        if spec.is_fp8:
+            r, c = (shape[-2], shape[-1]) if spec.tile == TENSORWISE else spec.tile
+            scales = (*shape[:-2], -(-shape[-2] // r), -(-shape[-1] // c))
+            self.scale_inv = torch.empty(scales, dtype=torch.float32, device=device)
+        roles = {"activation": recipe.activation, "gradient": recipe.gradient}
+        with torch.device(device):
+            self.scales = nn.ModuleDict({name: RoleScale(spec) for name, spec in roles.items() if spec.has_state})
+        if recipe.adaptive and self.choice is None:
+            self.choice = torch.full((3,), CANDIDATES.index("bf16"), device="cpu")
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """State of the recipe that a checkpoint keeps (that of `scales` comes from them)."""
+        return {} if self.choice is None else {"choice": self.choice}
 
     def extra_repr(self) -> str:
         return f"{tuple(self.data.shape)}, {self.spec.fmt}"
@@ -109,35 +152,78 @@ class Weight(nn.Module):
     def trainable(self) -> bool:
         return self.anchor.requires_grad
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether quantising must go through this class alone: its scales have state or are shared, or somebody measures.
+
+        Kernels that fuse a quantisation with other work may be used only when this is False.
+        """
+        tensorwise = TENSORWISE in (self.recipe.activation.tile, self.recipe.gradient.tile)
+        return tensorwise or self.health is not None or self.observer is not None
+
     def quantize_activation(self, x_TD: Tensor) -> Quantized:
         """[T, D] as the A operand of y = x . w^T."""
-        return self._report("activation", x_TD, quantize(x_TD, self.recipe.activation))
+        spec = self.recipe.activation
+        return self._report("activation", x_TD, quantize(x_TD, spec, self._scale_inv_of(x_TD, "activation", spec)))
 
     def quantize_grad(self, dy_TF: Tensor) -> Quantized:
         """[T, F] as the A operand of dx = dy . w."""
-        return self._report("grad", dy_TF, quantize(dy_TF, self.recipe.gradient))
+        spec = self.recipe.gradient
+        return self._report("grad", dy_TF, quantize(dy_TF, spec, self._scale_inv_of(dy_TF, "gradient", spec)))
 
     def quantize_grad_t(self, dy_TF: Tensor) -> Quantized:
         """[T, F] -> [F, Tp] as the A operand of dw = dy^T . x."""
-        return self._report("grad_t", dy_TF.t(), quantize_t(dy_TF, self.recipe.gradient))
+        spec = self.gradient_t
+        scale_inv = self._scale_inv_of(dy_TF, "gradient", spec)
+        return self._report("grad_t", dy_TF.t(), quantize_t(dy_TF, spec, scale_inv=scale_inv))
+
+    def retile_grad_t(self, dy_q_RF: Quantized) -> Quantized:
+        """Row-quantised [R, F] -> [F, Rp] tiled along rows, from the same bytes: a gradient is quantised once, where it is made."""
+        return retile_t(dy_q_RF, self.gradient_t)
+
+    @property
+    def gradient_t(self) -> Spec:
+        """Form of dY in wgrad."""
+        return self.recipe.gradient if self.recipe.gradient_t is None else self.recipe.gradient_t
+
+    def _scale_inv_of(self, x: Tensor, role: str, spec: Spec) -> Tensor | None:
+        """The scale that is not the tensor's own business. Evaluation and generation (`eval()`) leave no trace in it."""
+        if spec.has_state:
+            return self.scales[role](x, record=self.training)
+        if spec.tile == TENSORWISE and self.reduce is not None:
+            return amax_scale_inv(self.reduce(tensor_amax(x)), spec)
+        return None
 
     def _report(self, role: str, x: Tensor, q: Quantized) -> Quantized:
         if self.health is not None:
             self.health.report(f"{self.name}/{role}", x, q)
+        if self.observer is not None:
+            self.observer.see(self, role, x)
         return q
-
-    def retile_grad_t(self, dy_q_RF: Quantized) -> Quantized:
-        """Row-quantised [R, F] -> [F, Rp] tiled along rows, from the same bytes: a gradient is quantised once, where it is made."""
-        return quantize_t(dy_q_RF.dequantize(), self.recipe.gradient)
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
         """Takes new high-precision values [..., F, D]: the one place where a weight is quantised."""
         assert value.shape == self.data.shape, f"{tuple(value.shape)} into {tuple(self.data.shape)}"
-        q = quantize(value, self.spec)
+        if self.recipe.adaptive:
+            self._adopt(value)
+        for scale in self.scales.values():
+            scale.reset()
+        static = self.spec.scaling == "static"
+        q = quantize(value, self.spec, unit_scale_inv(value.new_tensor(self.init_std)) if static else None)
         self.data.copy_(q.data)
         if self.scale_inv is not None:
             self.scale_inv.copy_(q.scale_inv)
+
+    def _adopt(self, value: Tensor) -> None:
+        """Turns `choice` into formats, and keeps the sample that the next choice is measured on."""
+        chosen = [CANDIDATES[i] for i in self.choice.tolist()]
+        recipe = Recipe.auto(*chosen)
+        if recipe != self.recipe:
+            self.use(recipe)
+        matrix = value if value.dim() == 2 else value.flatten(0, -3)[0]
+        self.sample = matrix[:SAMPLE_ROWS].to(self.data.device, torch.bfloat16, copy=True)
+        self.sample_amax = matrix.abs().amax()
 
     def accumulate(self, write: Callable[[Tensor, bool], None]) -> None:
         """Adds one use's gradient: calls `write(main_grad, accumulate)`; the first use of a step overwrites.
