@@ -78,7 +78,7 @@ MATRIX: dict[str, Support] = {
     "static": _TENSORWISE,
     "block": _BLOCK,
     "mx": _MX,
-    "auto": Support(_BLOCK.archs, _BLOCK.nearest, "auto chooses between tensorwise, block and BF16, and block needs SM90 and CUDA 12.9"),
+    "auto": Support(_BLOCK.archs, _BLOCK.nearest, "auto also chooses block, which needs SM90 and CUDA 12.9"),
     "bf16": Support({a: (11, 8) for a in ARCHS}, {"SM70": "fp32"}, "BF16 tensor cores begin with SM80"),
     "fp32": Support({a: (11, 8) for a in ("SM70", *ARCHS)}, {}, ""),
 }

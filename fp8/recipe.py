@@ -49,7 +49,7 @@ class Spec:
         assert (self.scaling == "none") == (self.tile is None) == (not self.is_fp8), f"{self} mixes scaled and unscaled"
         assert self.tile is None or (self.scaling != "block") == (self.tile == TENSORWISE), f"{self} mixes tiles and one scale"
         assert self.algo in ("max", "most_recent"), f"amax algorithm {self.algo!r}; known: max, most_recent"
-        assert self.history >= 1 and self.margin >= 0, f"history {self.history} and margin {self.margin} cannot be less than 1 and 0"
+        assert self.history >= 1 and self.margin >= 0, f"history {self.history} or margin {self.margin} is too small"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +103,7 @@ class Recipe:
 
     @staticmethod
     def tensorwise_delayed(fmt: str = "hybrid", history: int = 1024, algo: str = "max", margin: int = 0) -> Recipe:
-        """One scale a tensor from the amax of earlier steps. Weights are quantised once a step from their master: theirs is current."""
+        """One scale a tensor from the amax of earlier steps; a weight, quantised once a step from its master, from its own amax."""
         forward, backward = _pair(fmt)
         spec = lambda f: Spec(f, TENSORWISE, "delayed", history, algo, margin)  # noqa: E731
         weight = Spec(forward, TENSORWISE, "current", margin=margin)
@@ -111,7 +111,7 @@ class Recipe:
 
     @staticmethod
     def static(fmt: str = "hybrid") -> Recipe:
-        """Unit scaling: one scale a tensor, fixed once (weights by their initial standard deviation, the others by the first step)."""
+        """Unit scaling: one scale a tensor, fixed once: weights by their initial deviation, the others by the first step."""
         forward, backward = _pair(fmt)
         spec = lambda f: Spec(f, TENSORWISE, "static")  # noqa: E731
         return Recipe("static", spec(forward), spec(forward), spec(backward), _wire(forward))

@@ -1,7 +1,8 @@
 """Weight: the one home of a parameter under every recipe.
 
-Bytes and scales are buffers; what requires grad is an empty `anchor` that every Function takes, so gradients flow even when the input
-needs none (a frozen embedding still trains the layers). The gradient never passes through autograd: wgrad accumulates into `main_grad`.
+Bytes and scales are buffers; what requires grad is an empty `anchor` that every Function takes, so gradients flow even when
+the input needs none (a frozen embedding still trains the layers). The gradient never passes through autograd: wgrad accumulates
+into `main_grad`.
 Quantised once an optimizer step by `set_`, never per use.
 """
 
@@ -58,7 +59,7 @@ class Weight(nn.Module):
         init_std: standard deviation of the initial normal; None means "ones".
         expert: sharded over ep on dimension 0; its gradient is reduced over edp instead of dp.
         tp_partial: replicated over tp but used on part of the tokens, so its gradient is summed over tp too.
-        global_shape, pieces: which parts of the global tensor the local one holds; layout-free checkpoints and initialisation read it.
+        global_shape, pieces: which parts of the global tensor the local one holds: for checkpoints and initialisation.
         name: global name, set by the model.
         health: attached at an interval to measure what quantisation loses.
         observer: attached at an interval by `auto`.
@@ -255,7 +256,7 @@ class Weight(nn.Module):
 
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Weight]]:
-    """(global name, Weight) of every parameter, in construction order: the only list optimizer, clipping, checkpoints and counts use."""
+    """(global name, Weight) of every parameter, in construction order: the one list that all others are made from."""
     for name, child in module.named_modules():
         if isinstance(child, Weight):
             yield name, child
