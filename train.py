@@ -23,7 +23,7 @@ from fp8.optimizer import AdamW
 from fp8.recipe import recipe_named
 from fp8.weight import weights
 from model.counts import flops_per_token
-from model.transformer import Transformer, initial_values
+from model.transformer import Transformer
 from parallel.mesh import build_mesh, close_mesh
 from training.checkpoint import Checkpointer
 from training.config import Config, TrainConfig, load_config
@@ -32,8 +32,10 @@ from training.errors import UserError
 from training.evaluate import evaluate
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class
 from training.packing import packed_path
+from training.profile import ProfileWindow
 from training.sample import generate
 from training.schedule import learning_rate
+from training.start import first_loss_problem, set_starting_values
 from training.step import NonFiniteError, TrainStep
 from training.summary import describe
 from training.tokenizer import check_vocab, load_tokenizer
@@ -58,8 +60,9 @@ def run(config: Config) -> int:
     checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
     state = checkpointer.restore(metrics.warn)
     if state is None:
-        for name, _, value in initial_values(model, train.seed):
-            optimizer.set_master(name, value)
+        set_starting_values(
+            config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint, metrics.warn
+        )
     done, consumed, wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
     loader = Loader(
         train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,
@@ -71,6 +74,7 @@ def run(config: Config) -> int:
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
     take_step = TrainStep(model, optimizer, mesh, optim, config.model.bias_update_rate, phases)
+    window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     interrupted = on_sigterm()
     wandb_id = metrics.start(done, wandb_id)
     metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {done}-{train.steps}")
@@ -92,12 +96,18 @@ def run(config: Config) -> int:
         health = Health() if due(config.fp8.health_every, done) else None
         for _, weight in weights(model):
             weight.health = health
+        window.begin(done)
         with phases("data"):
             batches = [batch.to(device) for batch in next(loader)]
         lr = learning_rate(done - 1, optim, train.steps)
         result = take_step(done, batches, lr, interrupted(), want_counts=logged)
         throughput.step()
         metrics.advance()
+        for path in window.end(done, last or result.interrupted):
+            metrics.say(f"wrote {path}")
+        problem = first_loss_problem(config, result.loss) if state is None and done == first else None
+        if problem is not None:
+            metrics.warn(problem)
         if health is not None:
             metrics.log(done, health_by_class(health.result()))
         if logged:
@@ -151,14 +161,14 @@ def on_sigterm() -> Callable[[], bool]:
     return lambda: bool(received)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Parses the command line; turns mistakes of the user into one message and a status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
     parser.add_argument("--world-size", type=int, help="ranks a dry run plans for; by default the fewest possible")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args(arguments)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         if args.dry_run:

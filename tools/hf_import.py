@@ -171,6 +171,8 @@ def _run_file(config: ModelConfig, out: Path, tokenizer: str | None) -> str:
         "optim": {"lr": 3e-5, "schedule": "cosine", "min_lr_ratio": 0.1},
         "checkpoint": {"init_from": str(out)},
     }
+    if config.fp8_problems():  # narrower than FP8's 128-wide blocks
+        values["fp8"] = {"recipe": "bf16"}
     head = f"# Continues from {out}. Set data.source and data.paths to your text (docs/data.md).\n"
     return head + dump_yaml(values)
 

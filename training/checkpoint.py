@@ -230,7 +230,8 @@ class Checkpointer:
             _remove(final)
         partial.rename(final)
         _sync(self.folder)
-        for old in whole_checkpoints(self.folder.parent)[: -self.config.checkpoint.keep]:
+        keep = max(self.config.checkpoint.keep, self.config.checkpoint.keep_for_merge)
+        for old in whole_checkpoints(self.folder.parent)[:-keep]:
             if old != final:
                 _remove(old)
 
@@ -292,10 +293,16 @@ class Checkpointer:
             torch.cuda.set_rng_state(wanted[f"rng.{rank}.cuda"].tensor)
 
 
-def load_masters(path: Path, model: nn.Module, mesh: Mesh, group_bytes: int = 2**31) -> None:
-    """Fills a model without an optimizer (evaluation, generation, export) from the masters of a checkpoint.
+def load_masters(
+    path: Path, model: nn.Module, mesh: Mesh, take: Callable[[str, Tensor], None] | None = None, group_bytes: int = 2**31
+) -> None:
+    """Fills a model from the masters of a checkpoint: without an optimizer (evaluation, generation), or through one.
 
-    Masters pass through memory `group_bytes` at a time. Raises UserError as `Checkpointer.load`.
+    Args:
+        take: what to do with each (name, FP32 master of this rank), `AdamW.set_master` say; default: sets the weight.
+        group_bytes: masters pass through memory this much at a time.
+
+    Raises UserError as `Checkpointer.load`.
     """
     try:
         read_shards(path, tensors(model, None, 0), mesh.world)
@@ -303,7 +310,7 @@ def load_masters(path: Path, model: nn.Module, mesh: Mesh, group_bytes: int = 2*
             masters = {name: torch.empty(w.data.shape, dtype=torch.float32, device=w.data.device) for name, w in group}
             read_shards(path, {f"master.{name}": Shard.like(w, masters[name]) for name, w in group}, mesh.world)
             for name, weight in group:
-                weight.set_(masters[name])
+                take(name, masters[name]) if take is not None else weight.set_(masters[name])
     except ShardError as error:
         raise UserError(f"cannot load checkpoint {path}: {error}") from error
 

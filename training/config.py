@@ -17,6 +17,7 @@ from parallel.mesh import check_layout
 from training.config_loading import Source, build, dump_yaml, read_overrides, read_yaml, section_keys
 from training.corpus import DataConfig
 from training.errors import UserError
+from training.profile import ProfileConfig
 from training.schedule import OptimConfig
 
 
@@ -66,8 +67,11 @@ class CheckpointConfig:
 
     every: int = 1000  # steps; 0 saves nothing at all
     keep: int = 2  # newest whole checkpoints that stay
+    keep_for_merge: int = 0  # stay too, when this is more: the inputs of tools.merge
     # "auto": the newest whole one of run.dir, if there is one; "none"; or the path of a run or of one checkpoint
     resume: str = "auto"
+    # A run without checkpoints of its own starts from the weights of this one (an import, a merge, a run), moments at zero
+    init_from: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def tokens_per_step(self) -> int:
@@ -199,9 +204,13 @@ _RANGES = (
     ("fp8.health_every", 0, _ANY),
     ("checkpoint.every", 0, _ANY),
     ("checkpoint.keep", 1, _ANY),
+    ("checkpoint.keep_for_merge", 0, _ANY),
     ("eval.every", 0, _ANY),
     ("eval.samples", 0, _ANY),
     ("eval.sample_tokens", 1, _ANY),
+    ("profile.start", 0, _ANY),
+    ("profile.steps", 1, _ANY),
+    ("profile.ranks", 1, _ANY),
 )
 
 

@@ -52,12 +52,14 @@ class Phases:
         if self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            yield
+            with torch.profiler.record_function(name), torch.cuda.nvtx.range(name):
+                yield
             end.record()
             self._events.append((name, start, end))
         else:
             began = time.perf_counter()
-            yield
+            with torch.profiler.record_function(name):
+                yield
             self._seconds[name] += time.perf_counter() - began
 
     def read(self) -> dict[str, float]:
