@@ -27,28 +27,28 @@ class ProfileConfig:
 class ProfileWindow:
     """Records steps [start, start + steps) of this rank. `begin` and `end` enclose each step and do nothing outside of it."""
 
-    def __init__(self, config: ProfileConfig, run_dir: str, rank: int, device: torch.device) -> None:
-        self.config, self.rank, self.cuda = config, rank, device.type == "cuda"
+    def __init__(self, profile: ProfileConfig, run_dir: str, rank: int, device: torch.device) -> None:
+        self.profile, self.rank, self.cuda = profile, rank, device.type == "cuda"
         self.folder = Path(run_dir) / "profile"
-        self.active = config.start > 0 and rank < config.ranks
+        self.active = profile.start > 0 and rank < profile.ranks
         self._profiler: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
         """Before step `step`."""
-        if not self.active or step != self.config.start:
+        if not self.active or step != self.profile.start:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            if self.config.memory:
+            if self.profile.memory:
                 torch.cuda.memory._record_memory_history(max_entries=1_000_000)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         self._profiler.start()
 
     def end(self, step: int, last: bool) -> list[Path]:
         """After step `step`; the files written, when the window (or the run) ends here."""
-        if self._profiler is None or not (last or step >= self.config.start + self.config.steps - 1):
+        if self._profiler is None or not (last or step >= self.profile.start + self.profile.steps - 1):
             return []
         if self.cuda:
             torch.cuda.synchronize()
@@ -56,7 +56,7 @@ class ProfileWindow:
         files = [self.folder / f"trace_rank{self.rank}.json.gz"]
         self._profiler.export_chrome_trace(str(files[0]))
         self._profiler = None
-        if self.cuda and self.config.memory:
+        if self.cuda and self.profile.memory:
             files.append(self.folder / f"memory_rank{self.rank}.pickle")
             torch.cuda.memory._dump_snapshot(str(files[1]))
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -33,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = "".join(f"def f_{i}(x):\n    return x + {i}\n\n\n" for i in range(600))
         (root / f"{name}.txt").write_text(text)
     config = ["--config", f"{root}/in/train.yaml", f"run.dir={root}/run", f"data.dir={root}/data", "data.source=text"]
-    config += [f"data.paths=[{root}/train.txt]", f"data.validation_paths=[{root}/validation.txt]", f"data.tokenizer={root}/t.model", "data.vocab_size=300", "data.seq_len=64"]
+    config += [f"data.paths=[{root}/train.txt]", f"data.validation_paths=[{root}/validation.txt]"]
+    config += [f"data.tokenizer={root}/t.model", "data.vocab_size=300", "data.seq_len=64"]
     train_tokenizer.main(config)
     prepare_data.main(config)
     config += ["train.steps=6", "train.global_batch=2", "train.micro_batch=2", "fp8.recipe=fp32", "model.loss_chunk=128"]
