@@ -1,0 +1,234 @@
+"""What each rank runs for test_layouts.py: some steps under a layout, compared with the reference's tensors on the spot."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8.optimizer import AdamW
+from fp8.recipe import recipe_named
+from fp8.weight import Weight, weights
+from model.config import ModelConfig
+from model.loss import NumValid, count_valid
+from model.router import bias_update, routers, update_expert_bias
+from model.transformer import Transformer, initial_values
+from parallel.collectives import all_reduce
+from parallel.grad_reduce import GradReducer, global_grad_norm
+from parallel.mesh import Mesh, build_mesh
+from tests.parallel.reference import Reference
+
+# Widths are multiples of 128 x 4, so that the block recipe runs at tp = 4; two KV heads, so that tp = 4 replicates them.
+CONFIG = ModelConfig(
+    vocab_size=512,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    intermediate_size=512,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=512,
+    n_group=4,
+    topk_group=2,
+    num_nextn_predict_layers=1,
+    initializer_range=0.05,
+    aux_loss_weight=0.05,
+    router_z_loss_weight=1e-3,
+    loss_chunk=128,
+)
+BATCH, SEQ, LR, CLIP, STEPS = 4, 32, 0.5, 1.0, 3
+ADAM = dict(lr=1e-2, eps=1e-3)  # a large eps: Adam's first step is otherwise the sign of rounding noise where a gradient is 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a few steps.
+
+    Attributes:
+        idle: biases that send every token to experts 0-3, so that whole ranks are idle.
+        parts: micro-batches.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    sequence: bool = True
+    recipe: str = "fp32"
+    parts: int = 1
+    stage: int = 0
+    idle: bool = False
+
+    @property
+    def oracle(self) -> str:
+        """Which expectation it is held to: the plain model in fp32, one process of our own in FP8."""
+        return f"{self.recipe}{' idle' * self.idle}"
+
+
+def global_batch() -> tuple[Tensor, Tensor]:
+    """(tokens, labels) [4, 32]: rows with unequal numbers of valid labels, the last one with none."""
+    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(3))
+    labels = tokens[:, 1:].clone()
+    labels[0, 7:], labels[2, ::3], labels[3] = -100, -100, -100
+    return tokens[:, :-1].contiguous(), labels
+
+
+def build(case: Case, mesh: Mesh, config: ModelConfig = CONFIG) -> Transformer:
+    model = Transformer(config, recipe_named(case.recipe), mesh, dtype=torch.float32, stage=case.stage)
+    for _, weight, value in initial_values(model, seed=5):
+        weight.set_(value)
+    for _, router in routers(model):
+        router.expert_bias += idle_bias(case.idle)
+    return model.train()
+
+
+def idle_bias(idle: bool) -> Tensor:
+    return torch.where(torch.arange(CONFIG.num_experts) < 4, 10.0 * idle, 0.0)
+
+
+def backward(model: Transformer, mesh: Mesh, parts: int, num_valid: NumValid | None = None) -> float:
+    """Gradients of this rank's rows of the global batch, in `parts` micro-batches; returns the global loss."""
+    tokens, labels = (x.chunk(mesh.dp.size)[mesh.dp.rank] for x in global_batch())
+    total = num_valid or count_valid(*global_batch())
+    loss, parts = torch.zeros(()), min(parts, len(tokens))
+    for i, (t, y) in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True)):
+        for _, weight in weights(model):
+            weight.last_microbatch = i == parts - 1
+        losses = model(t, y, total)
+        losses.total.backward()
+        loss += losses.total.detach()
+    return all_reduce(loss, mesh.dp, "test").item()
+
+
+def own_part(weight: Weight, whole: Tensor) -> Tensor:
+    """This rank's part of a global tensor."""
+    part = whole.new_empty(weight.data.shape)
+    for piece in weight.pieces:
+        sizes = [s.stop - s.start for s in piece.local]
+        part[piece.local] = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, sizes, strict=True))]
+    return part
+
+
+def error(got: Tensor, want: Tensor, whole: Tensor) -> float:
+    """Relative error of a part; a part without signal (an idle expert) is measured against its share of the whole."""
+    floor = 1e-2 * whole.norm() * (want.numel() / whole.numel()) ** 0.5
+    return ((got - want).norm() / torch.maximum(want.norm(), floor).clamp(min=1e-30)).item()
+
+
+def errors(model: Transformer, got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    return {name: error(got[name], own_part(w, want[name]), want[name]) for name, w in weights(model)}
+
+
+def bits(x: Tensor) -> int:
+    """A digest of the exact bits of a tensor."""
+    return zlib.crc32(x.contiguous().view(torch.uint8).numpy())
+
+
+def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
+    """One AdamW step, then three SGD steps from the start again; tensors are this rank's parts."""
+    model = build(case, mesh)
+    named, got = list(weights(model)), {"init": {n: v for n, _, v in initial_values(model, seed=5)}}
+    reducer = GradReducer(named, mesh, bucket_bytes=1 << 20)
+    optimizer = AdamW(named, eps=ADAM["eps"])
+    for name, value in got["init"].items():
+        optimizer.set_master(name, value)
+
+    def gradients() -> Tensor:
+        got["loss"] = backward(model, mesh, case.parts)
+        reducer.finish()
+        return global_grad_norm(named, mesh)
+
+    norm = gradients()
+    got["norm"] = norm.item()
+    got["counts"] = {n: all_reduce(r.counts.clone(), mesh.world, "test").tolist() for n, r in routers(model)}
+    got["grads"] = {n: w.main_grad.clone() for n, w in named}
+    optimizer.step(ADAM["lr"], CLIP / norm.clamp(min=CLIP))
+    got["adam"] = {n: s["master"].clone() for n, s in optimizer.state().items()}
+    got["traffic"], first_loss = dict(mesh.traffic.sent), got["loss"]
+
+    masters = {n: v.clone() for n, v in got["init"].items()}
+    for _, router in routers(model):
+        router.counts.zero_()
+    for step in range(STEPS + 1):
+        for name, weight in named:
+            weight.set_(masters[name])
+            weight.clear_grad()
+        if step < STEPS:
+            scale = LR * CLIP / gradients().clamp(min=CLIP)
+            masters = {n: masters[n] - scale * w.main_grad for n, w in named}
+            update_expert_bias(model, mesh.world, 1e-3)
+    got["sgd"], got["loss"], got["last loss"] = masters, first_loss, got["loss"]
+    got["bias"] = {n: r.expert_bias.clone() for n, r in routers(model)}
+    return model, got
+
+
+def run_case(case: Case, want: dict[str, Any]) -> dict[str, Any]:
+    """The steps under this process's layout, and how far they are from `want`; plain numbers only."""
+    mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence)
+    model, got = take_steps(case, mesh)
+    named = list(weights(model))
+    seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss")}
+    for key in ("init", "grads", "adam", "sgd"):
+        seen[key] = errors(model, got[key], want[key])
+    seen["bias"] = {n: (b - want["bias"][n]).abs().max().item() for n, b in got["bias"].items()}
+    seen["counts reset"] = all(not r.counts.any() for _, r in routers(model))
+    seen["finite"] = all(bool(g.isfinite().all()) for key in ("grads", "sgd") for g in got[key].values())
+    idle = [got["grads"][n][own_part(w, _idle_experts(w)) > 0] for n, w in named if w.expert]
+    seen["idle gradient"] = max((g.abs().max().item() for g in idle if g.numel()), default=0.0)
+    seen["bits"] = {(n, p.offset): (bits(w.data[p.local]), bits(got["sgd"][n][p.local])) for n, w in named for p in w.pieces}
+    seen["bits"] |= {(n, "bias"): bits(b) for n, b in got["bias"].items()}
+    return seen
+
+
+def _idle_experts(weight: Weight) -> Tensor:
+    """Ones for the experts that an idle case leaves without a token."""
+    whole = torch.zeros(weight.global_shape)
+    whole[4:] = 1
+    return whole
+
+
+def reference_run(idle: bool) -> dict[str, Any]:
+    """What `take_steps` must find, from the plain single-process model."""
+    config = CONFIG
+    start = Transformer(config, recipe_named("fp32"), Mesh.solo(), dtype=torch.float32)
+    init = {name: value for name, _, value in initial_values(start, seed=5)}
+    names = [name for name, _ in routers(start)]
+
+    def fresh() -> Reference:
+        return Reference(config, {n: v.clone().requires_grad_() for n, v in init.items()}, {n: idle_bias(idle) for n in names})
+
+    ref, batch = fresh(), global_batch()
+    loss = ref.loss(*batch)
+    loss.backward()
+    want = {"init": init, "loss": loss.item(), "counts": {n: c.tolist() for n, c in ref.counts.items()}}
+    want["grads"] = {n: w.grad for n, w in ref.weights.items()}
+    norm = torch.stack([g.square().sum() for g in want["grads"].values()]).sum().sqrt()
+    want["norm"] = norm.item()
+    decay = {n: w.decay for n, w in weights(start)}
+    for name, w in ref.weights.items():
+        w.data.mul_(1 - ADAM["lr"] * 0.1 * decay[name])
+        grad = w.grad * CLIP / norm.clamp(min=CLIP)
+        w.data.sub_(ADAM["lr"] * grad / (grad.abs() + ADAM["eps"]))  # first step: m / (1 - b1) = g, v / (1 - b2) = g^2
+    want["adam"] = {n: w.detach() for n, w in ref.weights.items()}
+
+    ref = fresh()
+    for _ in range(STEPS):
+        for w in ref.weights.values():
+            w.grad = None
+        ref.loss(*batch).backward()
+        norm = torch.stack([w.grad.square().sum() for w in ref.weights.values()]).sum().sqrt()
+        for w in ref.weights.values():
+            w.data.sub_(LR * w.grad * CLIP / norm.clamp(min=CLIP))
+        for name in names:
+            ref.biases[name] = bias_update(ref.biases[name], ref.counts[name], 1e-3)
+    want["sgd"], want["bias"] = {n: w.detach() for n, w in ref.weights.items()}, ref.biases
+    return want
+
+
+def run_cases(rank: int, size: int, cases: list[Case], path: str) -> dict[Case, dict]:
+    """Results by case. `path`: a file with what is expected by `Case.oracle` (as arguments, each tensor is a descriptor)."""
+    wants = torch.load(path)
+    return {case: run_case(case, wants[case.oracle]) for case in cases}
