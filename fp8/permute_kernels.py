@@ -57,7 +57,8 @@ def _sum_rows(
     total = tl.zeros((COLS,), tl.float32)
     for slot in tl.static_range(K):
         row = tl.load(row_ptr + t * K + slot).to(tl.int64)
-        total += tl.load(y_ptr + row * cols + col, mask=col_ok & (row >= 0), other=0.0).to(tl.float32)
+        present = tl.where(row >= 0, cols, 0)
+        total += tl.load(y_ptr + row * cols + col, mask=col < present, other=0.0).to(tl.float32)
     if PLUS:
         total += tl.load(plus_ptr + t * cols + col, mask=col_ok, other=0.0).to(tl.float32)
     if ROUND:

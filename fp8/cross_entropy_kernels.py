@@ -1,0 +1,145 @@
+"""Triton kernels behind cross_entropy.py: two reads of the BF16 logits, the second writes dlogits in FP8; no FP32 [C, V] tensor.
+
+Shapes: C tokens of a chunk (a multiple of 128 is not needed), V vocabulary of this rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _load_bf16x4, _row_scales, _store_column, _store_row
+from fp8.quantized import Quantized
+
+STATISTICS_COLS, STATISTICS_WARPS = 4096, 8
+GRADIENT_WARPS = 8
+NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
+
+
+@triton.jit
+def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols, COLS: tl.constexpr):
+    """Of one row: max, sum of exp(x - max), and the logit at `label` (0 where it is negative). One read."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * cols
+    peak = tl.full((COLS,), float("-inf"), tl.float32)
+    total = tl.zeros((COLS,), tl.float32)
+    for start in range(0, cols, COLS):
+        col = start + tl.arange(0, COLS)
+        x = tl.load(x_ptr + col, mask=col < cols, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, x)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(peak - base) + tl.exp(x - base)
+        peak = higher
+    top = tl.max(peak, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(peak_ptr + row, top)
+    tl.store(total_ptr + row, tl.sum(total * tl.exp(peak - base), 0))
+    label = tl.load(label_ptr + row)
+    picked = tl.load(x_ptr + tl.maximum(label, 0)).to(tl.float32)
+    tl.store(picked_ptr + row, tl.where(label >= 0, picked, 0.0))
+
+
+@triton.jit
+def _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, words_ok):
+    """dlogits of four neighbouring columns (one word) of 32 rows x 32 words, FP32."""
+    row_ok = row < rows
+    x0, x1, x2, x3 = _load_bf16x4(
+        x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row_ok[:, None] & words_ok[None, :]
+    )
+    lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
+    factor = (tl.load(factor_ptr + row, mask=row_ok, other=0.0) * scale)[:, None]
+    label = tl.load(label_ptr + row, mask=row_ok, other=-1)[:, None] - 4 * word[None, :]
+    x0 = tl.exp(x0 - lse) * factor - tl.where(label == 0, scale, 0.0)
+    x1 = tl.exp(x1 - lse) * factor - tl.where(label == 1, scale, 0.0)
+    x2 = tl.exp(x2 - lse) * factor - tl.where(label == 2, scale, 0.0)
+    x3 = tl.exp(x3 - lse) * factor - tl.where(label == 3, scale, 0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _softmax_gradient(
+    x_ptr, lse_ptr, factor_ptr, label_ptr, scale_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, rows, cols, words_per_row_t,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One 128x128 block of scale * (factor * softmax - onehot), in row form and transposed form (tiles along rows).
+
+    x as int64 words of four BF16, q and qt as int32 words of four codes. Rows past the end are zero in the transposed form.
+    """
+    rb, cb = tl.program_id(0), tl.program_id(1)
+    group = tl.arange(0, 32)
+    word = cb * 32 + tl.arange(0, 32)
+    words = cols // 4
+    ok = word < words
+    row = rb * 128 + 4 * group
+    scale = tl.load(scale_ptr)
+    a0, a1, a2, a3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, ok)
+    b0, b1, b2, b3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 1, rows, words, word, ok)
+    c0, c1, c2, c3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 2, rows, words, word, ok)
+    d0, d1, d2, d3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 3, rows, words, word, ok)
+    offset = row.to(tl.int64)[:, None] * words + word[None, :]
+    si = si_ptr + cb.to(tl.int64) * rows
+    _store_row(q_ptr, si, row, ok, offset, rows, a0, a1, a2, a3, HARDWARE)
+    _store_row(q_ptr, si, row + 1, ok, offset + words, rows, b0, b1, b2, b3, HARDWARE)
+    _store_row(q_ptr, si, row + 2, ok, offset + 2 * words, rows, c0, c1, c2, c3, HARDWARE)
+    _store_row(q_ptr, si, row + 3, ok, offset + 3 * words, rows, d0, d1, d2, d3, HARDWARE)
+    sit = sit_ptr + rb.to(tl.int64) * cols
+    row_word = rb * 32 + group
+    _store_column(qt_ptr, sit, 4 * word, ok, row_word, words_per_row_t, a0, b0, c0, d0, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 1, ok, row_word, words_per_row_t, a1, b1, c1, d1, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 2, ok, row_word, words_per_row_t, a2, b2, c2, d2, HARDWARE)
+    _store_column(qt_ptr, sit, 4 * word + 3, ok, row_word, words_per_row_t, a3, b3, c3, d3, HARDWARE)
+
+
+@triton.jit
+def _softmax_gradient_plain(x_ptr, lse_ptr, factor_ptr, label_ptr, scale_ptr, cols, COLS: tl.constexpr):
+    """The unquantised recipes: logits of part of a row become their own gradient, in place."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    scale = tl.load(scale_ptr)
+    x = tl.load(x_ptr + row * cols + col, mask=col < cols, other=0.0).to(tl.float32)
+    onehot = tl.where(col == tl.load(label_ptr + row), scale, 0.0)
+    grad = tl.exp(x - tl.load(lse_ptr + row)) * (tl.load(factor_ptr + row) * scale) - onehot
+    tl.store(x_ptr + row * cols + col, grad, mask=col < cols)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def statistics(logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(max, sum exp(x - max), logit at label) of each row, fp32 [C]; label: column of this rank or `NO_LABEL`."""
+    rows, cols = logits_CV.shape
+    peak, total, picked = torch.empty((3, rows), dtype=torch.float32, device=logits_CV.device)
+    _softmax_statistics[(rows,)](
+        logits_CV, label_C, peak, total, picked, cols,
+        COLS=min(STATISTICS_COLS, triton.next_power_of_2(cols)), num_warps=STATISTICS_WARPS,
+    )  # fmt: skip
+    return peak, total, picked
+
+
+def gradient(
+    logits_CV: Tensor, lse_C: Tensor, factor_C: Tensor, label_C: Tensor, scale: Tensor
+) -> tuple[Quantized, Quantized]:
+    """scale * (factor * softmax - onehot(label)) of BF16 logits: ([C, V], transposed [V, Cp] tiled along rows), E4M3.
+
+    factor is zero (and label `NO_LABEL`) where the row is ignored.
+    """
+    rows, cols = logits_CV.shape
+    assert cols % 4 == 0, f"vocabulary {cols} is not a multiple of 4"
+    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    q, si = _empty_fp8(rows, cols, like=logits_CV), _row_scales(rows, cols, logits_CV)
+    q_t = _empty_fp8(cols, rows_p, like=logits_CV)
+    si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=logits_CV.device)
+    _softmax_gradient[(rows_p // BLOCK, triton.cdiv(cols, BLOCK))](
+        logits_CV.view(torch.int64), lse_C, factor_C, label_C, scale, q.view(torch.int32), si, q_t.view(torch.int32), si_t,
+        rows, cols, rows_p // 4, HARDWARE=not INTERPRETED, num_warps=GRADIENT_WARPS,
+    )  # fmt: skip
+    return Quantized(q, si, (1, BLOCK)), Quantized(q_t, si_t.t(), (1, BLOCK))
+
+
+def gradient_in_place(logits_CV: Tensor, lse_C: Tensor, factor_C: Tensor, label_C: Tensor, scale: Tensor) -> Tensor:
+    """As `gradient`, unquantised, over the logits themselves."""
+    rows, cols = logits_CV.shape
+    block = min(STATISTICS_COLS, triton.next_power_of_2(cols))
+    grid = (rows, triton.cdiv(cols, block))
+    _softmax_gradient_plain[grid](logits_CV, lse_C, factor_C, label_C, scale, cols, COLS=block, num_warps=8)
+    return logits_CV

@@ -1,0 +1,77 @@
+"""The router's choice: sigmoid scores, group-limited top-k of (score + bias), normalised weights. Reference, then the public function.
+
+Shapes: T tokens, E experts in n_group groups, k experts a token.
+
+    s = sigmoid(logits);   ids = the k best (s + bias) within the topk_group groups whose two best (s + bias) sum highest
+    weights = factor * s[ids] / (sum s[ids] + 1e-20)          (the bias steers the choice, never the weight)
+    lse = logsumexp(logits)                                   (what the z-loss reads)
+Ties go to the lower id in the kernel; torch.topk leaves them open.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+def select_experts(biased_TE: Tensor, n_group: int, topk_group: int, k: int) -> Tensor:
+    """[T, E] biased scores -> int64 [T, k]. Masked groups get -inf, not 0: biased scores can be negative."""
+    grouped = biased_TE.unflatten(-1, (n_group, -1))
+    group_score = grouped.topk(2, dim=-1).values.sum(-1)
+    best = group_score.topk(topk_group, dim=-1, sorted=False).indices
+    keep = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
+    masked = grouped.masked_fill(~keep[:, :, None], float("-inf")).flatten(1)
+    return masked.topk(k, dim=-1).indices
+
+
+def route_ref(
+    logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids int64 [T, k] best first, weights [T, k], lse [T]); differentiable in the logits."""
+    scores_TE = torch.sigmoid(logits_TE)
+    with torch.no_grad():
+        ids_Tk = select_experts(scores_TE + bias_E, n_group, topk_group, k)
+    chosen = scores_TE.gather(1, ids_Tk)
+    weights_Tk = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * factor
+    return ids_Tk, weights_Tk, torch.logsumexp(logits_TE, dim=-1)
+
+
+class _Route(torch.autograd.Function):
+    """forward (ids, weights, lse); backward dlogits of weights and lse. One kernel each way."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, logits_TE: Tensor, bias_E: Tensor, sizes: tuple[int, int, int, float], counts_E: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from fp8 import route_kernels  # Triton comes with CUDA builds of torch only
+
+        ids, weights, lse = route_kernels.route(logits_TE, bias_E, *sizes, counts_E)
+        ctx.save_for_backward(logits_TE, ids, lse)
+        ctx.factor = sizes[-1]
+        ctx.mark_non_differentiable(ids)
+        return ids, weights, lse
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, _: Tensor, dweights_Tk: Tensor, dlse_T: Tensor) -> tuple[Tensor | None, ...]:
+        from fp8 import route_kernels
+
+        return route_kernels.route_backward(*ctx.saved_tensors, dweights_Tk, dlse_T, ctx.factor), None, None, None
+
+
+def route(
+    logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float, counts_E: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids int64 [T, k] best first, weights fp32 [T, k], lse fp32 [T]) of fp32 logits [T, E].
+
+    Args:
+        bias_E: added to the scores for the choice only.
+        counts_E: int64, gains the number of tokens of each expert.
+    """
+    experts = logits_TE.shape[1]
+    if logits_TE.is_cuda and experts & (experts - 1) == 0 and n_group & (n_group - 1) == 0:
+        return _Route.apply(logits_TE, bias_E, (n_group, topk_group, k, factor), counts_E)
+    ids_Tk, weights_Tk, lse_T = route_ref(logits_TE, bias_E, n_group, topk_group, k, factor)
+    if counts_E is not None:
+        counts_E.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())
+    return ids_Tk, weights_Tk, lse_T

@@ -1,0 +1,170 @@
+"""Triton kernels behind route.py and router_gemm.py.
+
+Shapes: T tokens, E experts in G groups (both powers of two), k chosen; a tile is [ROWS, G, E / G].
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.device_math import round_bf16
+from fp8.quantize_kernels import INTERPRETED
+
+ROWS, WARPS = 8, 4
+
+
+@triton.jit
+def _first_max(x, index, past: tl.constexpr, axis: tl.constexpr):
+    """(max, smallest index that has it) along an axis; `past` where nothing compares equal (NaN)."""
+    top = tl.max(x, axis)
+    hit = x == tl.expand_dims(top, axis)
+    return top, tl.min(tl.where(hit, index, past), axis)
+
+
+@triton.jit
+def _keep_groups(biased, G: tl.constexpr, M: tl.constexpr, TOPK_GROUP: tl.constexpr):
+    """[ROWS, G] bool: the groups with the largest sum of their two best biased scores."""
+    member = tl.arange(0, M)[None, None, :]
+    group = tl.arange(0, G)[None, :]
+    first, at = _first_max(biased, member, M, 2)
+    rest = tl.where(member == tl.expand_dims(at, 2), float("-inf"), biased)
+    score = first + tl.max(rest, 2)
+    keep = score != score  # all false; a NaN score keeps its group, so that the NaN is seen downstream
+    for _ in tl.static_range(TOPK_GROUP):
+        _, best = _first_max(score, group, G, 1)
+        hit = group == best[:, None]
+        keep = keep | hit
+        score = tl.where(hit, float("-inf"), score)
+    return keep
+
+
+@triton.jit
+def _route(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, lse_ptr, counts_ptr, rows, factor,
+    E: tl.constexpr, G: tl.constexpr, TOPK_GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Chosen experts (best first, ties to the lower id), their weights, logsumexp of the logits, and counts."""
+    M: tl.constexpr = E // G
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    expert = tl.arange(0, G)[:, None] * M + tl.arange(0, M)[None, :]
+    at = row.to(tl.int64)[:, None, None] * E + expert[None, :, :]
+    logit = tl.load(logits_ptr + at, mask=row_ok[:, None, None], other=0.0)
+    top = tl.max(tl.max(logit, 2), 1)
+    lse = top + tl.log(tl.sum(tl.sum(tl.exp(logit - top[:, None, None]), 2), 1))
+    tl.store(lse_ptr + row, lse, mask=row_ok)
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    biased = score + tl.load(bias_ptr + expert)[None, :, :]
+    keep = _keep_groups(biased, G, M, TOPK_GROUP)
+    left = tl.where(keep[:, :, None], biased, float("-inf"))
+    slot = tl.arange(0, KP)[None, :]
+    ids, chosen = tl.zeros((ROWS, KP), tl.int32), tl.zeros((ROWS, KP), tl.float32)
+    for j in tl.static_range(K):
+        best = tl.max(tl.max(left, 2), 1)[:, None, None]
+        id_ = tl.min(tl.min(tl.where(left == best, expert[None, :, :], E), 2), 1)
+        hit = expert[None, :, :] == id_[:, None, None]
+        value = tl.sum(tl.sum(tl.where(hit, score, 0.0), 2), 1)
+        left = tl.where(hit, float("-inf"), left)
+        ids = tl.where(slot == j, tl.minimum(id_, E - 1)[:, None], ids)
+        chosen = tl.where(slot == j, value[:, None], chosen)
+    weights = chosen / (tl.sum(chosen, 1)[:, None] + 1e-20) * factor
+    out = row.to(tl.int64)[:, None] * K + slot
+    ok = row_ok[:, None] & (slot < K)
+    tl.store(ids_ptr + out, ids.to(tl.int64), mask=ok)
+    tl.store(weights_ptr + out, weights, mask=ok)
+    if COUNT:
+        hist = tl.histogram(tl.reshape(tl.where(ok, ids, E), (ROWS * KP,)), 2 * E)
+        bins = tl.arange(0, 2 * E)
+        tl.atomic_add(counts_ptr + bins, hist.to(tl.int64), mask=(bins < E) & (hist > 0))  # integers: any order gives the same
+
+
+@triton.jit
+def _route_backward(
+    logits_ptr, ids_ptr, lse_ptr, dweights_ptr, dlse_ptr, dlogits_ptr, rows, factor,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dlogits = dlse * softmax + [chosen] factor / S * (dw - sum dw s / S) * s (1 - s), with S the sum of chosen scores."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    slot, expert = tl.arange(0, KP)[None, :], tl.arange(0, E)[None, :]
+    wide, narrow = row.to(tl.int64)[:, None] * E, row.to(tl.int64)[:, None] * K + slot
+    ok = row_ok[:, None] & (slot < K)
+    ids = tl.load(ids_ptr + narrow, mask=ok, other=0).to(tl.int32)
+    dw = tl.load(dweights_ptr + narrow, mask=ok, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + wide + ids, mask=ok, other=0.0)))
+    score = tl.where(ok, score, 0.0)
+    total = tl.sum(score, 1)[:, None] + 1e-20
+    ds = factor / total * (dw - tl.sum(dw * score, 1)[:, None] / total) * score * (1.0 - score)
+    logit = tl.load(logits_ptr + wide + expert, mask=row_ok[:, None], other=0.0)
+    lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
+    grad = tl.load(dlse_ptr + row, mask=row_ok, other=0.0)[:, None] * tl.exp(logit - lse)
+    for j in tl.static_range(K):
+        pick = (slot == j) & ok
+        id_ = tl.sum(tl.where(pick, ids, 0), 1)[:, None]
+        grad += tl.where(expert == id_, tl.sum(tl.where(pick, ds, 0.0), 1)[:, None], 0.0)
+    tl.store(dlogits_ptr + wide + expert, grad, mask=row_ok[:, None])
+
+
+@triton.jit
+def _split_bf16(
+    x_ptr, out_ptr, count, cols, row_stride, part_stride,
+    P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr, SIZE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Four copies of parts of x = high + middle + low, each BF16; P0..P3 say which part (0, 1, 2) goes where."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + i, mask=i < count, other=0.0)
+    high = round_bf16(x, HARDWARE)
+    middle = round_bf16(x - high, HARDWARE)
+    low = round_bf16(x - high - middle, HARDWARE)
+    out = out_ptr + i // cols * row_stride + i % cols
+    tl.store(out, high if P0 == 0 else middle if P0 == 1 else low, mask=i < count)
+    tl.store(out + part_stride, high if P1 == 0 else middle if P1 == 1 else low, mask=i < count)
+    tl.store(out + 2 * part_stride, high if P2 == 0 else middle if P2 == 1 else low, mask=i < count)
+    tl.store(out + 3 * part_stride, high if P3 == 0 else middle if P3 == 1 else low, mask=i < count)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def route(
+    logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float, counts_E: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids int64 [T, k], weights fp32 [T, k], logsumexp fp32 [T]) of fp32 logits; adds to int64 `counts_E`."""
+    (rows, experts), device = logits_TE.shape, logits_TE.device
+    ids = torch.empty((rows, k), dtype=torch.int64, device=device)
+    weights = torch.empty((rows, k), dtype=torch.float32, device=device)
+    lse = torch.empty(rows, dtype=torch.float32, device=device)
+    _route[(triton.cdiv(rows, ROWS),)](
+        logits_TE, bias_E, ids, weights, lse, ids if counts_E is None else counts_E, rows, factor, E=experts, G=n_group,
+        TOPK_GROUP=topk_group, K=k, KP=triton.next_power_of_2(k), ROWS=ROWS, COUNT=counts_E is not None, num_warps=WARPS,
+    )  # fmt: skip
+    return ids, weights, lse
+
+
+def route_backward(
+    logits_TE: Tensor, ids_Tk: Tensor, lse_T: Tensor, dweights_Tk: Tensor, dlse_T: Tensor, factor: float
+) -> Tensor:
+    """dlogits [T, E] fp32."""
+    (rows, experts), k = logits_TE.shape, ids_Tk.shape[1]
+    dlogits = torch.empty_like(logits_TE)
+    _route_backward[(triton.cdiv(rows, ROWS),)](
+        logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(), dlogits, rows, factor,
+        E=experts, K=k, KP=triton.next_power_of_2(k), ROWS=ROWS, num_warps=WARPS,
+    )  # fmt: skip
+    return dlogits
+
+
+def split_bf16(x_RC: Tensor, parts: tuple[int, int, int, int], along_rows: bool) -> Tensor:
+    """fp32 [R, C] -> BF16 [4R, C] or [R, 4C]: the named parts (0 high, 1 middle, 2 low) stacked along rows or columns.
+
+    high + middle + low = x to FP32's last bit (8 significant bits each).
+    """
+    x, (rows, cols) = x_RC.contiguous(), x_RC.shape
+    out = torch.empty((4 * rows, cols) if along_rows else (rows, 4 * cols), dtype=torch.bfloat16, device=x.device)
+    row_stride, part_stride = (cols, rows * cols) if along_rows else (4 * cols, cols)
+    _split_bf16[(triton.cdiv(x.numel(), 2048),)](
+        x, out, x.numel(), cols, row_stride, part_stride, *parts, SIZE=2048, HARDWARE=not INTERPRETED, num_warps=4
+    )
+    return out
