@@ -6,14 +6,17 @@ Shapes: T = B * S tokens (B sequences of S), D features, H query heads, K key/va
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8.activation import Activation
 from fp8.linear import quantize_activation
 from fp8.recipe import Recipe
+from fp8.recompute import recompute_from
 from fp8.rms_norm import rms_norm, rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight
@@ -116,6 +119,7 @@ class Context:
         cu_seqlens, max_seqlen: packed documents, or None and 0.
         num_tokens: 0-dim, tokens of the global batch: the divisor of the router's auxiliary losses.
         cache: keys and values of earlier positions, in generation.
+        recomputing: this is the second run of a layer, in backward: nothing is counted again.
     """
 
     batch: int
@@ -125,6 +129,15 @@ class Context:
     max_seqlen: int
     num_tokens: Tensor
     cache: KVCache | None
+    recomputing: bool = False
+
+    def again(self) -> Context:
+        """The context of the second run."""
+        return replace(self, recomputing=True)
+
+
+WHOLE_LAYER = 4  # activation stage from which a layer keeps nothing but its input
+FREE_QKV = 3  # stage from which attention keeps its quantised input and output only
 
 
 class Attention(nn.Module):
@@ -147,9 +160,18 @@ class Attention(nn.Module):
         self.out = split_weight((c.hidden_size, q_rows), 1, tp, recipe, init_std=std)
 
     def forward(self, h_TD: Tensor, ctx: Context) -> Tensor:
-        c, eps = self.config, self.config.rms_norm_eps
+        eps = self.config.rms_norm_eps
         x = rms_norm_quantize(h_TD, self.norm, eps, self.qkv, self.stash, f"{self.name}.norm", rebuild=self.stage >= 2)
-        qkv = column_linear(x.edge, self.qkv, self.tp).view(-1, self.qkv.data.shape[0] // c.head_dim, c.head_dim)
+        if self.stage >= FREE_QKV and torch.is_grad_enabled():
+            y_TD = recompute_from(partial(self._core, ctx), x.edge, self.qkv.anchor, self.stash)
+        else:
+            y_TD = self._core(ctx, x.edge)
+        return row_linear(quantize_activation(y_TD, self.out, self.stash, f"{self.name}.core"), self.out, self.tp)
+
+    def _core(self, ctx: Context, x: Activation) -> Tensor:
+        """Normed input [t, D] -> heads' outputs [T, H * d]: qkv, QK-norm, RoPE, attention."""
+        c, eps = self.config, self.config.rms_norm_eps
+        qkv = column_linear(x, self.qkv, self.tp).view(-1, self.qkv.data.shape[0] // c.head_dim, c.head_dim)
         heads = c.num_attention_heads // self.tp.size
         kv_heads = (qkv.shape[1] - heads) // 2
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -158,5 +180,4 @@ class Attention(nn.Module):
         q, k, v = (t.unflatten(0, (ctx.batch, ctx.seq_len)) for t in (q, k, v))
         if ctx.cache is not None:
             k, v = ctx.cache.append(self.name, k, v)
-        y_TD = attend(q, k, v, ctx.cu_seqlens, ctx.max_seqlen).flatten(2).flatten(0, 1)
-        return row_linear(quantize_activation(y_TD, self.out, self.stash, f"{self.name}.core"), self.out, self.tp)
+        return attend(q, k, v, ctx.cu_seqlens, ctx.max_seqlen).flatten(2).flatten(0, 1)

@@ -61,7 +61,7 @@ class MoE(nn.Module):
         consumer = self.experts.gate_up
         x = rms_norm_quantize(h_TD, self.norm, c.rms_norm_eps, consumer, self.stash, f"{self.name}.norm", rebuild)
         own = split_normed(x, self.tp)
-        routing = self.router(own)
+        routing = self.router(own, count=not ctx.recomputing)
         start = self.experts.start(routing.ids_Tk)
         shared_TD = self.shared(x.edge) if self.shared is not None else None  # hides the exchange of counts
         y_TD = join_tokens(self.experts(own.edge, start, routing.weights_Tk), self.tp)

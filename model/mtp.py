@@ -7,15 +7,18 @@ Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2; layout of Ling 2.0.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from fp8.linear import linear, quantize_activation
 from fp8.recipe import Recipe
+from fp8.recompute import recompute
 from fp8.rms_norm import rms_norm
 from fp8.stash import Stash
 from fp8.weight import Weight
-from model.attention import Attention, Context
+from model.attention import WHOLE_LAYER, Attention, Context
 from model.config import ModelConfig
 from model.moe import MoE
 from parallel.mesh import Mesh
@@ -30,7 +33,8 @@ class MTP(nn.Module):
     def __init__(self, config: ModelConfig, recipe: Recipe, mesh: Mesh, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
         c, own = config, mesh.tp.sequence
-        self.config, self.stash, self.name = c, stash, name
+        self.config, self.stash, self.name, self.whole = c, stash, name, stage >= WHOLE_LAYER
+        stage = 0 if self.whole else stage  # while it is recomputed, everything stays
         norm = dict(recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=own)
         std = c.initializer_range
         self.enorm = Weight(c.hidden_size, **norm)
@@ -41,6 +45,11 @@ class MTP(nn.Module):
         self.final_norm = Weight(c.hidden_size, **norm)
 
     def forward(self, h_TD: Tensor, e_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        if self.whole and torch.is_grad_enabled():
+            return recompute(partial(self._run, ctx), partial(self._run, ctx.again()), self.eh_proj.anchor, h_TD, e_TD)
+        return self._run(ctx, h_TD, e_TD)
+
+    def _run(self, ctx: Context, h_TD: Tensor, e_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         eps = self.config.rms_norm_eps
         both = torch.cat([rms_norm(e_TD, self.enorm, eps), rms_norm(h_TD, self.hnorm, eps)], dim=-1)
         x_TD = linear(quantize_activation(both, self.eh_proj, self.stash, f"{self.name}.eh"), self.eh_proj)

@@ -84,14 +84,14 @@ class Router(nn.Module):
         self.expert_bias, self.counts = self.expert_bias.float(), self.counts.long()
         return self
 
-    def forward(self, x: Normed) -> Routing:
-        """x [T, D] unquantised -> Routing. Counts tokens in training only."""
+    def forward(self, x: Normed, count: bool = True) -> Routing:
+        """x [T, D] unquantised -> Routing. Counts tokens in training only, and not when a layer is recomputed."""
         c = self.config
         logits_TE = _Logits.apply(x.x_TD, self.weight.anchor, self.weight, x.x_ticket)
         scores_TE = torch.sigmoid(logits_TE)
         with torch.no_grad():
             ids_Tk = select_experts(scores_TE + self.expert_bias, c.n_group, c.topk_group, c.num_experts_per_tok)
-            if self.training:
+            if self.training and count:
                 self.counts.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())
         chosen = scores_TE.gather(1, ids_Tk)
         weights_Tk = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,16 @@ from torch import Tensor, nn
 from fp8.cross_entropy import head_loss
 from fp8.gemm import gemm_nt
 from fp8.recipe import Recipe
+from fp8.recompute import recompute
 from fp8.rms_norm import Normed, rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight, weights
-from model.attention import Attention, Context, KVCache, rope_tables
+from model.attention import WHOLE_LAYER, Attention, Context, KVCache, rope_tables
 from model.config import ModelConfig
 from model.loss import Losses, NumValid, mtp_inputs
 from model.moe import DenseBlock, MoE
 from model.mtp import MTP
+from model.policy import Stages, apply_recipe, layer_kind, share_scales, stage_of
 from parallel.collectives import all_gather
 from parallel.mesh import Mesh
 from parallel.sequence import gather_activation, sum_value, vocab_axis, vocab_embedding
@@ -40,10 +43,17 @@ class Layer(nn.Module):
         super().__init__()
         name = f"layers.{index}"
         block = DenseBlock if index < config.first_k_dense_replace else MoE
+        self.whole = stage >= WHOLE_LAYER
+        stage = 0 if self.whole else stage  # while it is recomputed, everything stays
         self.attention = Attention(config, recipe, mesh, stash, f"{name}.attention", stage)
         self.block = block(config, recipe, mesh, stash, f"{name}.block", stage)
 
     def forward(self, h_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        if self.whole and torch.is_grad_enabled():
+            return recompute(partial(self._run, ctx), partial(self._run, ctx.again()), self.attention.qkv.anchor, h_TD)
+        return self._run(ctx, h_TD)
+
+    def _run(self, ctx: Context, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h_TD = h_TD + self.attention(h_TD, ctx)
         y_TD, aux, z = self.block(h_TD, ctx)
         return h_TD + y_TD, aux, z
@@ -56,7 +66,8 @@ class Transformer(nn.Module):
         recipe: numbers of every GEMM. Embedding, norms and router stay in high precision.
         mesh: the ranks each layer communicates on; `Mesh.solo()` for one process.
         dtype: of the residual stream; BF16 on a GPU, FP32 on a CPU and in the fp32 recipe.
-        stage: activation policy, what is recomputed instead of kept (docs/numerics.md).
+        stage: activation policy, what is recomputed instead of kept (docs/numerics.md): 0 to 4 for all layers, or by layer class or
+            name, e.g. {"dense": 1, "moe": 3, "layers.0": 4}.
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class Transformer(nn.Module):
         recipe: Recipe,
         mesh: Mesh | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        stage: int = 0,
+        stage: Stages = 0,
     ) -> None:
         super().__init__()
         c = config
@@ -76,10 +87,14 @@ class Transformer(nn.Module):
         vd, options = (c.vocab_size, c.hidden_size), dict(init_std=c.initializer_range, num_uses=uses)
         own = mesh.tp.sequence
         self.embedding = split_weight(vd, 0, mesh.tp, plain, **options)
-        self.layers = nn.ModuleList(Layer(c, recipe, mesh, self.stash, i, stage) for i in range(c.num_hidden_layers))
+        stages = [stage_of(stage, f"layers.{i}", layer_kind(c, i), c.num_hidden_layers) for i in range(c.num_hidden_layers)]
+        self.layers = nn.ModuleList(Layer(c, recipe, mesh, self.stash, i, s) for i, s in enumerate(stages))
         self.norm = Weight(c.hidden_size, recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=own)
         self.head = split_weight(vd, 0, mesh.tp, recipe, **options)
-        self.mtp = MTP(c, recipe, mesh, self.stash, "mtp", stage) if c.num_nextn_predict_layers else None
+        mtp_stage = stage_of(stage, "mtp", "mtp", c.num_hidden_layers)
+        self.mtp = MTP(c, recipe, mesh, self.stash, "mtp", mtp_stage) if c.num_nextn_predict_layers else None
+        apply_recipe(self, recipe, c.num_hidden_layers)
+        share_scales(self, mesh)
         for name, weight in weights(self):
             weight.name = name
 
