@@ -141,8 +141,8 @@ def test_no_key_is_ignored() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
                 read.add((owner, node.attr))
-    # The model's and the data's sections travel as `config`; the others are read as section.key.
-    aliases = {"model": {"model", "config", "c", "cfg", "self"}, "data": {"data", "config"}}
+    # Sections with a reader of their own travel as `config`; the others are read as section.key.
+    aliases = {"model": {"model", "config", "c", "self"}, "data": {"data", "config"}, "profile": {"config"}}
     ignored = []
     for key in leaves(Config):
         section, name = key.split(".")
