@@ -8,6 +8,7 @@ An id of -1 is a slot whose expert lives on another rank: it gets no row and add
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,17 +32,35 @@ class Permutation:
     groups: Groups
 
 
+def _kernels(t: Tensor) -> ModuleType | None:
+    """The Triton kernels on a GPU, None for the reference."""
+    if not t.is_cuda:
+        return None
+    from fp8 import permute_kernels  # Triton comes with CUDA builds of torch only
+
+    return permute_kernels
+
+
 def build_permutation(ids_Tk: Tensor, num_experts: int, max_rows: int | None = None) -> Permutation:
-    """Permutation from expert ids [T, k] (-1: no expert here); one stable sort.
+    """Permutation from expert ids [T, k] (-1: no expert here), without a host synchronisation.
 
     Args:
         max_rows: rows of the buffer, a multiple of 128, where the caller knows how many it needs; else the worst case.
     """
+    max_rows = padded_rows(ids_Tk.numel(), num_experts) if max_rows is None else max_rows
+    kernels = _kernels(ids_Tk)
+    if kernels is None:
+        return build_permutation_ref(ids_Tk, num_experts, max_rows)
+    row_Tk, slot_R, groups = kernels.build(ids_Tk, num_experts, max_rows)
+    return Permutation(row_Tk, slot_R, Groups(*groups, max_rows))
+
+
+def build_permutation_ref(ids_Tk: Tensor, num_experts: int, max_rows: int) -> Permutation:
+    """The definition: one stable sort."""
     flat = ids_Tk.flatten().long()
     flat = torch.where(flat < 0, num_experts, flat)  # slots without an expert sort behind the last one
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    max_rows = padded_rows(flat.numel(), num_experts) if max_rows is None else max_rows
     groups = make_groups(counts[:-1], max_rows)
     order = torch.argsort(flat, stable=True)
     sorted_expert = flat[order]
@@ -64,8 +83,20 @@ def _gather_rows(x: Tensor, index_R: Tensor, fill: float) -> Tensor:
     return raw[index_R.clamp(min=0)].masked_fill(pad, fill).view(x.dtype)
 
 
-def gather_rows(x: Quantized, index_R: Tensor) -> Quantized:
-    """Rows of [T, D] (row-tiled, tensorwise or unscaled) by index; a negative index gives a zero row with scale 1."""
+def gather_rows(x: Quantized, index_R: Tensor, per_source: int = 1, live_B: Tensor | None = None) -> Quantized:
+    """y[r] = x[index[r] // per_source] of [T, D] (row-tiled, tensorwise or unscaled); negative: a zero row with scale 1.
+
+    Args:
+        live_B: int32 [ceil(R / 128)]; kernels skip blocks with a negative entry (their output is undefined).
+    """
+    kernels = _kernels(x.data)
+    if kernels and x.data.shape[1] * x.data.element_size() % 4 == 0:
+        return kernels.gather_rows(x, index_R, per_source, live_B)
+    return gather_rows_ref(x, torch.where(index_R >= 0, index_R // per_source, index_R))
+
+
+def gather_rows_ref(x: Quantized, index_R: Tensor) -> Quantized:
+    """y[r] = x[index[r]], the definition."""
     data = _gather_rows(x.data, index_R, 0)
     if x.scale_inv is None or x.tile == (0, 0):
         return Quantized(data, x.scale_inv, x.tile)
@@ -75,22 +106,34 @@ def gather_rows(x: Quantized, index_R: Tensor) -> Quantized:
 
 def permute(x: Quantized, perm: Permutation) -> Quantized:
     """[T, D] -> [R, D]: every token's row copied to its places; padding rows are zero with scale 1."""
-    k = perm.row_Tk.shape[1]
-    return gather_rows(x, torch.where(perm.slot_R >= 0, perm.slot_R // k, perm.slot_R))
+    return gather_rows(x, perm.slot_R, perm.row_Tk.shape[1], perm.groups.block_expert_B)
 
 
 def permute_slots(w_Tk: Tensor, perm: Permutation) -> Tensor:
     """[T, k] -> [R]: a value of each (token, slot), zero on padding."""
-    return _gather_rows(w_Tk.reshape(-1), perm.slot_R, 0.0)
+    kernels = _kernels(w_Tk)
+    flat = w_Tk.reshape(-1)
+    return kernels.gather_values(flat, perm.slot_R) if kernels else _gather_rows(flat, perm.slot_R, 0.0)
 
 
 def unpermute_slots(w_R: Tensor, perm: Permutation) -> Tensor:
     """[R] -> [T, k]; zero where a slot has no row."""
+    kernels = _kernels(w_R)
+    if kernels:
+        return kernels.gather_values(w_R, perm.row_Tk)
     return _gather_rows(w_R, perm.row_Tk.flatten(), 0.0).view(perm.row_Tk.shape)
 
 
 def sum_rows(y_RD: Tensor, row_Tk: Tensor) -> Tensor:
     """[R, D] -> [T, D]: the sum of rows row_Tk[t] (negative: none), in FP32 and slot order."""
+    kernels = _kernels(y_RD)
+    if kernels and y_RD.dtype in (torch.bfloat16, torch.float32):
+        return kernels.sum_rows(y_RD, row_Tk)
+    return sum_rows_ref(y_RD, row_Tk)
+
+
+def sum_rows_ref(y_RD: Tensor, row_Tk: Tensor) -> Tensor:
+    """The definition of `sum_rows`."""
     out = _gather_rows(y_RD, row_Tk[:, 0], 0.0).float()
     for slot in range(1, row_Tk.shape[1]):
         out += _gather_rows(y_RD, row_Tk[:, slot], 0.0).float()

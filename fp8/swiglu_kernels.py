@@ -161,22 +161,30 @@ def _swiglu_backward(
 
 @triton.jit
 def _swiglu_plain(
-    h_ptr, w_ptr, da_ptr, out_ptr, dw_ptr, live_ptr, rows, width,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BACKWARD: tl.constexpr, WEIGHTED: tl.constexpr, LIVE: tl.constexpr,
+    h_ptr, si_ptr, w_ptr, da_ptr, out_ptr, dw_ptr, live_ptr, rows, width,
+    ROWS: tl.constexpr, STORED: tl.constexpr, BACKWARD: tl.constexpr, WEIGHTED: tl.constexpr, LIVE: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """The unquantised recipes: a [R, f] (forward) or dh [R, 2f] and partial dw (backward) of a ROWS x COLS tile."""
+    """Unquantised a [R, f] (forward), or dh [R, 2f] and partial dw (backward), of ROWS x 128; h as values or STORED in codes."""
     cb, rb = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if LIVE:
         if tl.load(live_ptr + rb * ROWS // 128) < 0:
             return
     row = rb * ROWS + tl.arange(0, ROWS).to(tl.int64)
     row_ok = row < rows
-    col = cb * COLS + tl.arange(0, COLS)
+    col = cb * 128 + tl.arange(0, 128)
     ok = row_ok[:, None] & (col < width)[None, :]
     wide = row[:, None] * (2 * width) + col[None, :]
     narrow = row[:, None] * width + col[None, :]
-    g = tl.load(h_ptr + wide, mask=ok, other=0.0).to(tl.float32)
-    u = tl.load(h_ptr + wide + width, mask=ok, other=0.0).to(tl.float32)
+    if STORED:
+        si = si_ptr + cb * rows + row
+        g = from_code(tl.load(h_ptr + wide, mask=ok, other=0), HARDWARE)
+        u = from_code(tl.load(h_ptr + wide + width, mask=ok, other=0), HARDWARE)
+        g *= tl.load(si, mask=row_ok, other=0.0)[:, None]
+        u *= tl.load(si + width // 128 * rows.to(tl.int64), mask=row_ok, other=0.0)[:, None]
+    else:
+        g = tl.load(h_ptr + wide, mask=ok, other=0.0).to(tl.float32)
+        u = tl.load(h_ptr + wide + width, mask=ok, other=0.0).to(tl.float32)
     if WEIGHTED:
         w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
     else:
@@ -184,12 +192,12 @@ def _swiglu_plain(
     if BACKWARD:
         da = tl.load(da_ptr + narrow, mask=ok, other=0.0).to(tl.float32)
         dg, du, dw = _swiglu_grad(g, u, da, w)
-        tl.store(out_ptr + wide, dg, mask=ok)
-        tl.store(out_ptr + wide + width, du, mask=ok)
+        tl.store(out_ptr + wide, round_bf16(dg, HARDWARE), mask=ok)
+        tl.store(out_ptr + wide + width, round_bf16(du, HARDWARE), mask=ok)
         if WEIGHTED:
             tl.store(dw_ptr + cb * rows + row, tl.sum(dw, 1), mask=row_ok)
     else:
-        tl.store(out_ptr + narrow, g / (1.0 + tl.exp(-g)) * u * w, mask=ok)
+        tl.store(out_ptr + narrow, round_bf16(g / (1.0 + tl.exp(-g)) * u * w, HARDWARE), mask=ok)
 
 
 # ---------------------------------------------------------------- launchers
@@ -238,15 +246,18 @@ def backward(
     return Quantized(dh, si, (1, BLOCK)), Quantized(dh_t, si_t.t(), (1, BLOCK)), None if dw is None else dw.sum(0)
 
 
-def plain(h_R2f: Tensor, w_R: Tensor | None, da_Rf: Tensor | None, live_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(a [R, f], None) without `da`, else (dh [R, 2f], dw [R] or None); all in h's dtype, dw fp32."""
-    rows, width = h_R2f.shape[0], h_R2f.shape[1] // 2
-    out = torch.empty_like(h_R2f) if da_Rf is not None else h_R2f.new_empty(rows, width)
+def plain(h_q: Quantized, w_R: Tensor | None, da_Rf: Tensor | None, live_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(a [R, f], None) without `da`, else (dh [R, 2f], dw [R] or None): BF16, dw fp32. h in BF16 or in E4M3 with 1x128 tiles."""
+    h, si, stored = h_q.data, h_q.scale_inv, h_q.scale_inv is not None
+    rows, width = h.shape[0], h.shape[1] // 2
+    out = torch.empty((rows, width if da_Rf is None else 2 * width), dtype=torch.bfloat16, device=h.device)
     blocks = triton.cdiv(width, BLOCK)
-    dw = h_R2f.new_empty((blocks, rows), dtype=torch.float32) if da_Rf is not None and w_R is not None else None
+    backward = da_Rf is not None
+    dw = torch.empty((blocks, rows), dtype=torch.float32, device=h.device) if backward and w_R is not None else None
     _swiglu_plain[(blocks, triton.cdiv(rows, FORWARD_ROWS))](
-        h_R2f, h_R2f if w_R is None else w_R, h_R2f if da_Rf is None else da_Rf.contiguous(), out, out if dw is None else dw,
-        out if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, COLS=BLOCK,
-        BACKWARD=da_Rf is not None, WEIGHTED=w_R is not None, LIVE=live_B is not None, num_warps=FORWARD_WARPS,
+        h.view(torch.uint8) if stored else h, si if stored else h, out if w_R is None else w_R,
+        da_Rf.contiguous() if backward else out, out, out if dw is None else dw, out if live_B is None else live_B, rows, width,
+        ROWS=FORWARD_ROWS, STORED=stored, BACKWARD=backward, WEIGHTED=w_R is not None, LIVE=live_B is not None,
+        HARDWARE=not INTERPRETED, num_warps=FORWARD_WARPS,
     )  # fmt: skip
     return out, None if dw is None else dw.sum(0)
