@@ -40,21 +40,48 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # rows of a tile, and the K extent of one scale
 HALF = 64  # rows of one consumer warpgroup
+RUN = 8  # neighbouring tiles of one CTA that may share their piece of B in shared memory
 
 # Triton 3.9 renamed the two copies.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-WRITE = gl.constexpr(0)  # store the tile
-ADD_TMA = gl.constexpr(1)  # old tile through TMA, sum stored through TMA
-ADD_DIRECT = gl.constexpr(2)  # old tile through TMA, sum stored from registers
-ADD_REGISTER = gl.constexpr(3)  # old tile loaded into registers before the K loop, sum stored from registers
+@gluon.jit
+def _total_tiles(groups, sizes, WGRAD: gl.constexpr):
+    """Tiles of the whole launch; the row blocks in use are read from the last group's end."""
+    counts, ends, block_expert = groups
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    if WGRAD:
+        return num_experts * m_tiles * n_tiles
+    else:
+        return gl.load(ends + num_experts - 1) // 128 * n_tiles
 
 
 @gluon.jit
-def _tile(tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD: gl.constexpr, TILE_N: gl.constexpr):
-    """Where tile number `tile` lies: (a_row, b_row, first K block, K blocks, first and last B scale row, c_row, c_col)."""
+def _my_tiles(total, RUN: gl.constexpr):
+    """Tiles of this CTA: every num_programs-th run of RUN neighbours; what is left at the end is cut into shorter runs."""
+    ctas = gl.num_programs(0)
+    if RUN == 1:
+        return (total - gl.program_id(0) + ctas - 1) // ctas
+    else:
+        left = total % (ctas * RUN)
+        run = (left + ctas - 1) // ctas
+        return total // (ctas * RUN) * RUN + gl.maximum(gl.minimum(run, left - gl.program_id(0) * run), 0)
+
+
+@gluon.jit
+def _tile(i, total, groups, sizes, WGRAD: gl.constexpr, RUN: gl.constexpr, TILE_N: gl.constexpr):
+    """Where this CTA's tile i lies: (a_row, b_row, first K block, K blocks, first and last B scale row, c_row, c_col)."""
     counts, ends, block_expert = groups
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    ctas = gl.num_programs(0)
+    if RUN == 1:
+        tile = gl.program_id(0) + i * ctas
+    else:
+        full = total // (ctas * RUN) * RUN  # tiles of this CTA in full runs
+        left = (total % (ctas * RUN) + ctas - 1) // ctas
+        tile = i // RUN * RUN * ctas + gl.program_id(0) * RUN + i % RUN
+        tile = gl.where(i < full, tile, full * ctas + gl.program_id(0) * left + i - full)
     if WGRAD:
         expert = tile // (m_tiles * n_tiles)
         within = tile % (m_tiles * n_tiles)
@@ -65,122 +92,168 @@ def _tile(tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD: gl.
         first_k = gl.where(num_k > 0, gl.load(ends + expert) // 128 - num_k, k_blocks)
         return a_row, c_col, first_k, num_k, c_col // 128, b_blocks - 1, expert * (m_tiles * 128) + a_row, c_col
     else:
-        a_row = tile // n_tiles * 128
-        c_col = tile % n_tiles * TILE_N
         expert = gl.load(block_expert + tile // n_tiles)
-        b_row = expert * n_size + c_col
+        if RUN == 1:  # neighbours share rows of A
+            a_row = tile // n_tiles * 128
+            c_col = tile % n_tiles * TILE_N
+        else:  # neighbours share the piece of B: they walk down the expert's row blocks
+            blocks = (gl.load(counts + expert) + 127) // 128
+            first = gl.load(ends + expert) // 128 - blocks
+            within = tile - first * n_tiles
+            a_row = (first + within % blocks) * 128
+            c_col = within // blocks * TILE_N
         last = expert * b_blocks + b_blocks - 1
-        return a_row, b_row, 0, k_blocks, expert * b_blocks + c_col // 128, last, a_row, c_col
+        return a_row, expert * n_size + c_col, 0, k_blocks, expert * b_blocks + c_col // 128, last, a_row, c_col
 
 
 @gluon.jit
-def _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD: gl.constexpr):
-    """Tiles to compute; for forward the rows in use are read from the last group."""
-    if WGRAD:
-        return num_experts * m_tiles * n_tiles
-    else:
-        counts, ends, block_expert = groups
-        return gl.load(ends + num_experts - 1) // 128 * n_tiles
+def _load_operands(
+    descs, ring, groups, sizes,
+    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Producer warp: A (two 64-row boxes), A's scales and B (128-row boxes) of each K block into the next free stage.
 
-
-@gluon.jit
-def _load_operands(descs, ring, groups, sizes, WGRAD: gl.constexpr, MODE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Producer warp: A (two 64-row boxes), A's scales and B (128-row boxes) of each K block into the next free stage."""
+    With runs, K has exactly STAGES blocks: a stage always holds the same K block, and B stays while tiles share it.
+    """
     a_desc, sa_desc, b_desc, c_desc = descs
     a_ring, sa_ring, b_ring, full, empty = ring
     num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    total = _total_tiles(groups, sizes, WGRAD)
+    a_bytes: gl.constexpr = 2 * 64 * 128 + 2 * 64 * 4
+    b_bytes: gl.constexpr = HALVES * 128 * 128
     it = 0
-    for tile in range(gl.program_id(0), _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD), gl.num_programs(0)):
-        a_row, b_row, first_k, num_k, _, _, _, _ = _tile(
-            tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD, 128 * HALVES
+    held = -1
+    for i in range(_my_tiles(total, RUN)):
+        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
+            i, total, groups, sizes, WGRAD, RUN, 128 * HALVES
         )
-        if MODE == 0 or num_k > 0:
+        if (not ADD) or num_k > 0:
+            fetch = b_row != held
             for k in range(gl.maximum(num_k, 1)):
                 kb = first_k + k
                 stage = it % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
-                mbarrier.expect(bar, 2 * 64 * 128 + 2 * 64 * 4 + HALVES * 128 * 128)
+                if RUN == 1:
+                    mbarrier.expect(bar, a_bytes + b_bytes)
+                else:
+                    mbarrier.expect(bar, a_bytes + b_bytes, pred=fetch)
+                    mbarrier.expect(bar, a_bytes, pred=b_row == held)
                 for w in gl.static_range(2):
-                    tma_load(a_desc, [a_row + 64 * w, kb * 128], bar, a_ring.index(stage * 2 + w))
-                    tma_load(
-                        sa_desc, [kb * a_rows + a_row + 64 * w], bar, sa_ring.index(stage * 2 + w)
-                    )
+                    half = stage * 2 + w
+                    tma_load(a_desc, [a_row + 64 * w, kb * 128], bar, a_ring.index(half))
+                    tma_load(sa_desc, [kb * a_rows + a_row + 64 * w], bar, sa_ring.index(half))
                 for h in gl.static_range(HALVES):
-                    tma_load(
-                        b_desc, [b_row + 128 * h, kb * 128], bar, b_ring.index(stage * HALVES + h)
-                    )
+                    piece = b_ring.index(stage * HALVES + h)
+                    if RUN == 1:
+                        tma_load(b_desc, [b_row + 128 * h, kb * 128], bar, piece)
+                    else:
+                        tma_load(b_desc, [b_row + 128 * h, kb * 128], bar, piece, pred=fetch)
                 it += 1
+            if RUN > 1:
+                held = b_row
 
 
 @gluon.jit
-def _load_output(descs, c_ring, groups, sizes, WGRAD: gl.constexpr, HALVES: gl.constexpr, C_BUFS: gl.constexpr):
-    """Producer warp of the accumulating kernels: the old output, in 64x128 chunks, one ring per consumer."""
-    c_desc = descs[3]
-    c_smem, c_full, c_empty = c_ring
+def _load_output(
+    descs, c_ring, groups, sizes, WGRAD: gl.constexpr, HALVES: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr
+):
+    """Producer warp of the accumulating kernels: the old output in 64-row chunks, one ring for each consumer."""
+    a_desc, sa_desc, b_desc, c_desc = descs
+    c_smem, c_full, c_ready, c_empty = c_ring
     num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
     chunk = 0
-    for tile in range(gl.program_id(0), _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD), gl.num_programs(0)):
-        _, _, _, num_k, _, _, c_row, c_col = _tile(
-            tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD, 128 * HALVES
+    total = _total_tiles(groups, sizes, WGRAD)
+    for i in range(_my_tiles(total, 1)):
+        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
+            i, total, groups, sizes, WGRAD, 1, 128 * HALVES
         )
         if num_k > 0:
-            for h in gl.static_range(HALVES):
-                slot = chunk % C_BUFS
+            for part in gl.static_range(HALVES * 128 // C_WIDTH):
                 for w in gl.static_range(2):
-                    bar = c_full.index(w * C_BUFS + slot)
-                    mbarrier.wait(c_empty.index(w * C_BUFS + slot), (chunk // C_BUFS & 1) ^ 1)
-                    mbarrier.expect(bar, c_desc.block_type.nbytes)
-                    tma_load(
-                        c_desc, [c_row + 64 * w, c_col + 128 * h], bar, c_smem.index(w * C_BUFS + slot)
-                    )
+                    slot = w * C_BUFS + chunk % C_BUFS
+                    mbarrier.wait(c_empty.index(slot), (chunk // C_BUFS & 1) ^ 1)
+                    mbarrier.expect(c_full.index(slot), c_desc.block_type.nbytes)
+                    tma_load(c_desc, [c_row + 64 * w, c_col + C_WIDTH * part], c_full.index(slot), c_smem.index(slot))
                 chunk += 1
 
 
 @gluon.jit
-def _promote(acc, raw, scale):
-    return gl.fma(raw, gl.expand_dims(scale, 1), acc)  # one FFMA an element, whatever the compiler's default for fusion
+def _store_output(
+    descs, c_ring, groups, sizes,
+    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, C_WIDTH: gl.constexpr,
+    C_BUFS: gl.constexpr,
+):  # fmt: skip
+    """Storing warp: sends finished chunks out and hands their buffers back, so that no consumer waits for a store to drain."""
+    a_desc, sa_desc, b_desc, c_desc = descs
+    c_smem, c_full, c_ready, c_empty = c_ring
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
+    chunk = 0
+    total = _total_tiles(groups, sizes, WGRAD)
+    for i in range(_my_tiles(total, RUN)):
+        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
+            i, total, groups, sizes, WGRAD, RUN, 128 * HALVES
+        )
+        if (not ADD) or num_k > 0:
+            for part in gl.static_range(HALVES * 128 // C_WIDTH):
+                for w in gl.static_range(2):
+                    slot = w * C_BUFS + chunk % C_BUFS
+                    mbarrier.wait(c_ready.index(slot), chunk // C_BUFS & 1)
+                    tma_store(c_desc, [c_row + 64 * w, c_col + C_WIDTH * part], c_smem.index(slot))
+                if ADD or C_BUFS == 1:
+                    tma.store_wait(0)
+                    for w in gl.static_range(2):
+                        mbarrier.arrive(c_empty.index(w * C_BUFS + chunk % C_BUFS))
+                else:  # one pair of stores stays in flight
+                    tma.store_wait(2)
+                    for w in gl.static_range(2):
+                        mbarrier.arrive(c_empty.index(w * C_BUFS + (chunk + C_BUFS - 1) % C_BUFS), pred=chunk > 0)
+                chunk += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _store_chunk(
-    acc, descs, c_ptr, c_ring, row, col, n_cols, chunk, WG: gl.constexpr, MODE: gl.constexpr, C_BUFS: gl.constexpr
-):
-    """One 64x128 piece of the output: written, or added to what the output holds."""
-    c_desc = descs[3]
-    c_smem, c_full, c_empty = c_ring
+def _emit_chunk(acc, c_ring, chunk, WG: gl.constexpr, ADD: gl.constexpr, C_BUFS: gl.constexpr):
+    """Consumer: one chunk of the sum, added to the old output where asked, into the output ring."""
+    c_smem, c_full, c_ready, c_empty = c_ring
     slot = WG * C_BUFS + chunk % C_BUFS
+    phase = chunk // C_BUFS & 1
     buffer = c_smem.index(slot)
-    if MODE == 0:
-        tma.store_wait(C_BUFS - 1)
-        buffer.store(acc.to(c_desc.dtype))
-        fence_async_shared()
-        tma_store(c_desc, [row, col], buffer)
+    if ADD:
+        mbarrier.wait(c_full.index(slot), phase)
+        acc += buffer.load(acc.type.layout).to(gl.float32)
     else:
-        mbarrier.wait(c_full.index(slot), chunk // C_BUFS & 1)
-        total = acc + buffer.load(acc.type.layout).to(gl.float32)
-        if MODE == 1:
-            buffer.store(total.to(c_desc.dtype))
-            fence_async_shared()
-            tma_store(c_desc, [row, col], buffer)
-            tma.store_wait(0)
-            mbarrier.arrive(c_empty.index(slot))
-        else:
-            mbarrier.arrive(c_empty.index(slot))
-            layout: gl.constexpr = acc.type.layout
-            rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-            cols = col + gl.arange(0, 128, gl.SliceLayout(0, layout))
-            ptrs = c_ptr + gl.expand_dims(rows, 1).to(gl.int64) * n_cols + gl.expand_dims(cols, 0)
-            gl.store(ptrs, total.to(c_desc.dtype), mask=gl.expand_dims(cols < n_cols, 0))
+        mbarrier.wait(c_empty.index(slot), phase ^ 1)
+    buffer.store(acc.to(c_smem.dtype))
+    fence_async_shared()
+    mbarrier.arrive(c_ready.index(slot))
+    return chunk + 1
+
+
+@gluon.jit
+def _emit(acc, c_ring, chunk, WG: gl.constexpr, ADD: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr):
+    """Consumer: 64x128 sums, as one chunk or as two of 64 columns (a split of registers, nothing moves)."""
+    if C_WIDTH == 128:
+        return _emit_chunk(acc, c_ring, chunk, WG, ADD, C_BUFS)
+    else:
+        left, right = acc.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+        chunk = _emit_chunk(left, c_ring, chunk, WG, ADD, C_BUFS)
+        return _emit_chunk(right, c_ring, chunk, WG, ADD, C_BUFS)
+
+
+@gluon.jit
+def _promote(acc, raw, scale):
+    """acc + raw * scale of each row: one FFMA an element, whatever the compiler's default for fusing them is."""
+    return gl.fma(raw, gl.expand_dims(scale, 1), acc)
 
 
 @gluon.jit
 def _consume(
-    descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes,
-    WGRAD: gl.constexpr, MODE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
-    WG: gl.constexpr,
+    sb_ptr, ring, c_ring, groups, sizes,
+    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warpgroup: 64 rows of the tile. One 64x128 product at a time, added to FP32 sums outside the tensor core."""
+    """Consumer warpgroup: 64 rows of the tile, one 64x128 product at a time, summed in FP32 outside the tensor core."""
     a_ring, sa_ring, b_ring, full, empty = ring
     num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -188,17 +261,12 @@ def _consume(
     raw = gl.full([64, 128], 0.0, gl.float32, layout)
     it = 0
     chunk = 0
-    for tile in range(gl.program_id(0), _num_tiles(groups, num_experts, m_tiles, n_tiles, WGRAD), gl.num_programs(0)):
-        _, _, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
-            tile, groups, m_tiles, n_tiles, n_size, b_blocks, k_blocks, WGRAD, 128 * HALVES
+    total = _total_tiles(groups, sizes, WGRAD)
+    for i in range(_my_tiles(total, RUN)):
+        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
+            i, total, groups, sizes, WGRAD, RUN, 128 * HALVES
         )
-        if MODE == 0 or num_k > 0:
-            c_row += 64 * WG
-            if MODE == 3:
-                rows = c_row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-                cols = c_col + gl.arange(0, 128, gl.SliceLayout(0, layout))
-                c_ptrs = c_ptr + gl.expand_dims(rows, 1).to(gl.int64) * n_cols + gl.expand_dims(cols, 0)
-                old = gl.load(c_ptrs, mask=gl.expand_dims(cols < n_cols, 0), other=0.0)
+        if (not ADD) or num_k > 0:
             sb0_ptr = sb_ptr + sb_row.to(gl.int64) * k_blocks
             sb1_ptr = sb_ptr + gl.minimum(sb_row + 1, sb_last).to(gl.int64) * k_blocks
             acc0 = gl.full([64, 128], 0.0, gl.float32, layout)
@@ -227,57 +295,56 @@ def _consume(
                     mbarrier.arrive(empty.index(stage))
                     acc1 = _promote(acc1, raw, sa * sb1)
                 it += 1
-            if MODE == 3:
-                gl.store(c_ptrs, (acc0 + old.to(gl.float32)).to(c_ptr.dtype.element_ty), mask=gl.expand_dims(cols < n_cols, 0))
-            else:
-                _store_chunk(acc0, descs, c_ptr, c_ring, c_row, c_col, n_cols, chunk, WG, MODE, C_BUFS)
-                chunk += 1
-                if HALVES == 2:
-                    _store_chunk(acc1, descs, c_ptr, c_ring, c_row, c_col + 128, n_cols, chunk, WG, MODE, C_BUFS)
-                    chunk += 1
-    tma.store_wait(0)
+            chunk = _emit(acc0, c_ring, chunk, WG, ADD, C_WIDTH, C_BUFS)
+            if HALVES == 2:
+                chunk = _emit(acc1, c_ring, chunk, WG, ADD, C_WIDTH, C_BUFS)
 
 
-@gluon.jit
+# Sizes are not specialised on: a kernel compiled for one buffer serves every other.
+@gluon.jit(do_not_specialize=["num_experts", "m_tiles", "n_tiles", "n_size", "a_rows", "b_blocks", "k_blocks"])
 def _grouped_gemm(
-    a_desc, sa_desc, b_desc, sb_ptr, c_desc, c_ptr, counts, ends, block_expert,
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks, n_cols,
-    WGRAD: gl.constexpr, MODE: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
-    num_warps: gl.constexpr,
+    a_desc, sa_desc, b_desc, sb_ptr, c_desc, counts, ends, block_expert,
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks,
+    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
     sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], sa_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_smem = gl.allocate_shared_memory(c_desc.dtype, [C_BUFS * 2, 64, 128], c_desc.layout)
+    c_smem = gl.allocate_shared_memory(c_desc.dtype, [C_BUFS * 2, 64, C_WIDTH], c_desc.layout)
     c_full = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
+    c_ready = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
     c_empty = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(C_BUFS * 2):
         mbarrier.init(c_full.index(i), count=1)
+        mbarrier.init(c_ready.index(i), count=1)
         mbarrier.init(c_empty.index(i), count=1)
     fence_async_shared()
     descs = (a_desc, sa_desc, b_desc, c_desc)
     ring = (a_ring, sa_ring, b_ring, full, empty)
-    c_ring = (c_smem, c_full, c_empty)
+    c_ring = (c_smem, c_full, c_ready, c_empty)
     groups = (counts, ends, block_expert)
     sizes = (num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks)
     # Written out: a tuple bound to a name loses its constexprs.
-    if MODE == 0 or MODE == 3:
+    if ADD:
         gl.warp_specialize([
-            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 0)),
-            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 1)),
-            (_load_operands, (descs, ring, groups, sizes, WGRAD, MODE, HALVES, STAGES)),
-        ], [4, 1], [232, 40])  # fmt: skip
+            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 0)),
+            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 1)),
+            (_load_operands, (descs, ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES)),
+            (_store_output, (descs, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, C_WIDTH, C_BUFS)),
+            (_load_output, (descs, c_ring, groups, sizes, WGRAD, HALVES, C_WIDTH, C_BUFS)),
+        ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 0)),
-            (_consume, (descs, sb_ptr, c_ptr, n_cols, ring, c_ring, groups, sizes, WGRAD, MODE, HALVES, STAGES, C_BUFS, 1)),
-            (_load_operands, (descs, ring, groups, sizes, WGRAD, MODE, HALVES, STAGES)),
-            (_load_output, (descs, c_ring, groups, sizes, WGRAD, HALVES, C_BUFS)),
+            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 0)),
+            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 1)),
+            (_load_operands, (descs, ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES)),
+            (_store_output, (descs, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, C_WIDTH, C_BUFS)),
         ], [4, 1, 1], [232, 40, 40])  # fmt: skip
 
 
@@ -288,22 +355,22 @@ def _grouped_gemm(
 class Tile:
     """One configuration of the kernel; shared memory (232448 bytes) bounds stages and output buffers together."""
 
-    mode: int
     halves: int  # output columns / 128
-    stages: int
-    buffers: int  # 64x128 output chunks per consumer
+    stages: int  # operand ring
+    width: int  # columns of an output chunk (64 rows)
+    buffers: int  # output chunks of each consumer
 
 
 # (operation, output dtype, accumulate) -> tile. See docs/performance.md for what each one measured.
 TILES = {
-    ("nt", torch.bfloat16, False): Tile(0, 2, 4, 1),
-    ("nt", torch.float32, False): Tile(0, 2, 3, 1),
-    ("wgrad", torch.bfloat16, False): Tile(0, 2, 4, 1),
-    ("wgrad", torch.float32, False): Tile(0, 2, 3, 1),
-    ("wgrad", torch.bfloat16, True): Tile(1, 2, 3, 2),
-    ("wgrad", torch.float32, True): Tile(2, 1, 3, 2),
+    ("nt", torch.bfloat16, False): Tile(2, 4, 128, 1),
+    ("nt", torch.float32, False): Tile(1, 4, 128, 1),
+    ("wgrad", torch.bfloat16, False): Tile(2, 4, 128, 1),
+    ("wgrad", torch.float32, False): Tile(1, 4, 128, 1),
+    ("wgrad", torch.bfloat16, True): Tile(2, 3, 128, 2),
+    ("wgrad", torch.float32, True): Tile(1, 4, 64, 3),
 }
-NARROW = {torch.bfloat16: Tile(0, 1, 5, 2), torch.float32: Tile(0, 1, 4, 1)}  # N % 256 == 128
+NARROW = {torch.bfloat16: Tile(1, 5, 128, 2), torch.float32: Tile(1, 4, 128, 1)}  # N % 256 == 128
 
 
 @functools.cache
@@ -317,7 +384,7 @@ def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, block, layout)
 
 
-def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: bool, tile: Tile) -> None:
+def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: bool, add: bool, tile: Tile) -> None:
     """Runs the kernel on `out_MN` [rows, columns] with `b` as stacked rows; see the module docstring for the operands."""
     assert a.tile == (1, BLOCK) and b.tile == (BLOCK, BLOCK), f"tiles {a.tile} and {b.tile}"
     assert a.data.is_contiguous() and b.data.is_contiguous() and out_MN.is_contiguous()
@@ -326,14 +393,16 @@ def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: b
     assert k_size % BLOCK == 0, f"the summed dimension, {k_size}, is not a multiple of {BLOCK}"
     n_size = b.shape[-2]
     columns = out_MN.shape[1]
+    run = RUN if k_size == tile.stages * BLOCK and not wgrad else 1
     _grouped_gemm[(_num_sms(out_MN.device),)](
         _descriptor(a.data, [HALF, BLOCK]),
         _descriptor(a.scale_inv.t().reshape(-1), [HALF]),
         _descriptor(b.data.view(-1, k_size), [BLOCK, BLOCK]),
-        b.scale_inv, _descriptor(out_MN, [HALF, BLOCK]), out_MN, groups.counts_E, groups.ends_E, groups.block_expert_B,
+        b.scale_inv, _descriptor(out_MN, [HALF, tile.width]), groups.counts_E, groups.ends_E, groups.block_expert_B,
         groups.num_experts, a_rows // BLOCK, triton.cdiv(columns, BLOCK * tile.halves), n_size, a_rows,
-        triton.cdiv(n_size, BLOCK), k_size // BLOCK, columns,
-        WGRAD=wgrad, MODE=tile.mode, HALVES=tile.halves, STAGES=tile.stages, C_BUFS=tile.buffers, num_warps=4,
+        triton.cdiv(n_size, BLOCK), k_size // BLOCK,
+        WGRAD=wgrad, ADD=add, RUN=run, HALVES=tile.halves, STAGES=tile.stages, C_WIDTH=tile.width, C_BUFS=tile.buffers,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -355,7 +424,7 @@ def grouped_gemm_nt_sm90(
         out = torch.empty(groups.max_rows, n_size, dtype=dtype, device=a.device)
     if tile is None:
         tile = NARROW[dtype] if n_size % (2 * BLOCK) == BLOCK else TILES["nt", dtype, False]
-    _launch(a, b, out, groups, False, tile)
+    _launch(a, b, out, groups, False, False, tile)
     return out
 
 
@@ -371,4 +440,4 @@ def grouped_wgrad_sm90(
     assert dy_t.shape == (n_size, groups.max_rows) and x_t.shape == (k_size, groups.max_rows)
     assert num_experts == groups.num_experts
     tile = tile or TILES["wgrad", out.dtype, accumulate]
-    _launch(dy_t, x_t, out.view(-1, k_size), groups, True, tile)
+    _launch(dy_t, x_t, out.view(-1, k_size), groups, True, accumulate, tile)

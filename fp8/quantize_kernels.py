@@ -92,7 +92,8 @@ def _shift_word(word, k, HARDWARE: tl.constexpr):
             "cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $0, {lo, hi}; }",
             "=r,r,r", [word, half | (half << 16)], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-        return shifted | (word & ((word & 0x7F7F7F7F) + 0x01010101))
+        sign_bits: tl.constexpr = -2139062144  # 0x80808080
+        return shifted | (word & ((word & 0x7F7F7F7F) + 0x01010101) & sign_bits)
     else:
         out = _shift_code(word & 0xFF, k) | (_shift_code((word >> 8) & 0xFF, k) << 8)
         return out | (_shift_code((word >> 16) & 0xFF, k) << 16) | (_shift_code((word >> 24) & 0xFF, k) << 24)
@@ -176,7 +177,7 @@ def _store_column(qt_ptr, sit_ptr, col, col_ok, row_words, words_per_row, a, b, 
 # ---------------------------------------------------------------- kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_rows(x_ptr, q_ptr, si_ptr, rows, cols, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
     """1x128 tiles of `ROWS` rows x 128 columns. q as bytes; inverse scales column-major."""
     cb = tl.program_id(0)
@@ -195,7 +196,7 @@ def _quantize_rows(x_ptr, q_ptr, si_ptr, rows, cols, ROWS: tl.constexpr, HARDWAR
     tl.store(si_ptr + cb.to(tl.int64) * rows + row, inverse, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_blocks(x_ptr, q_ptr, si_ptr, rows, cols, HARDWARE: tl.constexpr):
     """One 128x128 tile of one matrix of the stack."""
     cb, rb, e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -214,7 +215,7 @@ def _quantize_blocks(x_ptr, q_ptr, si_ptr, rows, cols, HARDWARE: tl.constexpr):
     tl.store(si_ptr + (e * tl.num_programs(1) + rb) * tl.num_programs(0) + cb, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_transposed(
     x_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t,
     BOTH: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
@@ -251,7 +252,7 @@ def _quantize_transposed(
     _store_column(qt_ptr, sit, 4 * word + 3, words_ok, row_word, words_per_row_t, a3, b3, c3, d3, HARDWARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _retile_transposed(
     q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t, LIVE: tl.constexpr, HARDWARE: tl.constexpr
 ):
@@ -286,7 +287,7 @@ def _row_scale_bits(si_ptr, row, rows, word):
     return tl.where(tl.max(word & 0x7F7F7F7F, 1) > 0, bits, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _transpose_words(
     q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t,
     RESCALE: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
