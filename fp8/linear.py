@@ -21,7 +21,7 @@ class _Linear(torch.autograd.Function):
     dgrad    dx_TD = dy_TF . w_FD
     wgrad    dw_FD += dy_TF^T . x_TD      into weight.main_grad
 
-    dY is quantised twice from the same high-precision values: 1x128 along F for dgrad, 1x128 along tokens for wgrad.
+    dY is quantised twice from the same high-precision values, in one pass: 1x128 along F for dgrad, along tokens for wgrad.
     """
 
     @staticmethod
@@ -33,10 +33,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         weight, x_q = ctx.weight, ctx.ticket.pop()
         dx_TD = None
-        if ctx.needs_input_grad[0]:
-            dx_TD = gemm_nt(weight.quantize_grad(dy_TF), transpose(weight.q), dtype=dy_TF.dtype)
-        if weight.trainable:
-            dy_t, x_t = weight.quantize_grad_t(dy_TF), requantize_t(x_q)
+        if ctx.needs_input_grad[0] and weight.trainable:
+            dy_q, dy_t = weight.quantize_grad_both(dy_TF)
+        else:
+            dy_q = weight.quantize_grad(dy_TF) if ctx.needs_input_grad[0] else None
+            dy_t = weight.quantize_grad_t(dy_TF) if weight.trainable else None
+        if dy_q is not None:
+            dx_TD = gemm_nt(dy_q, transpose(weight.q), dtype=dy_TF.dtype)
+        if dy_t is not None:
+            x_t = requantize_t(x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
         return dx_TD, None, None, None
 

@@ -8,12 +8,15 @@ Shapes: T tokens, D features. The statistics are FP32; `cast` goes to the residu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation, make_carrier
+from fp8.fused import fuses_activation
+from fp8.quantized import Quantized
 from fp8.stash import Stash, Ticket
 from fp8.weight import Weight
 
@@ -35,26 +38,51 @@ def rms_norm_backward_ref(h_TD: Tensor, w_D: Tensor, dx_TD: Tensor, eps: float) 
     return dh.to(h_TD.dtype), (dx * n.to(h_TD.dtype).float()).flatten(0, -2).sum(0)
 
 
+def _kernels(h: Tensor) -> ModuleType | None:
+    """The Triton kernels on a GPU, None for the reference."""
+    if not h.is_cuda or h.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    from fp8 import rms_norm_kernels  # Triton comes with CUDA builds of torch only
+
+    return rms_norm_kernels
+
+
+def _norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, consumer: Weight | None) -> tuple[Tensor | None, Quantized | None]:
+    """(x if `plain`, x as `consumer`'s activation if there is one), with one read of h where a kernel quantises."""
+    kernels = _kernels(h_TD)
+    if kernels and (consumer is None or fuses_activation(h_TD, consumer)):
+        return kernels.rms_norm(h_TD, w_D, eps, plain, consumer is not None)
+    x_TD = kernels.rms_norm(h_TD, w_D, eps, True, False)[0] if kernels else rms_norm_ref(h_TD, w_D, eps)
+    return x_TD if plain else None, None if consumer is None else consumer.quantize_activation(x_TD)
+
+
 class _RmsNorm(torch.autograd.Function):
-    """forward (carrier, x_TD); backward sums the gradients of both: GEMMs read the carrier's bytes, the router reads x_TD."""
+    """forward (carrier, x_TD); backward sums the gradients of both: GEMMs read the carrier's bytes, the router reads x_TD.
+
+    `made` holds x_TD, which the caller's kernel has made together with its quantised form; None where nobody reads it.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, h_TD: Tensor, anchor: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: FunctionCtx, h_TD: Tensor, anchor: Tensor, weight: Weight, eps: float, made: tuple[Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(h_TD)
         ctx.weight, ctx.eps = weight, eps
         ctx.set_materialize_grads(False)
-        x_TD = rms_norm_ref(h_TD, weight.data, eps)
-        return make_carrier(h_TD.shape, h_TD), x_TD
+        return make_carrier(h_TD.shape, h_TD), made[0]
 
     @staticmethod
     def backward(ctx: FunctionCtx, d_carrier: Tensor | None, dx_TD: Tensor | None) -> tuple[Tensor | None, ...]:
-        if d_carrier is None and dx_TD is None:
-            return None, None, None, None
-        total = d_carrier if dx_TD is None else dx_TD if d_carrier is None else d_carrier + dx_TD
-        (h_TD,) = ctx.saved_tensors
-        dh_TD, dw_D = rms_norm_backward_ref(h_TD, ctx.weight.data, total, ctx.eps)
+        grads = [d for d in (d_carrier, dx_TD) if d is not None]
+        if not grads:
+            return None, None, None, None, None
+        (h_TD,), w_D, kernels = ctx.saved_tensors, ctx.weight.data, _kernels(grads[0])
+        if kernels:
+            dh_TD, dw_D = kernels.backward(h_TD, w_D, grads[0], grads[1] if len(grads) > 1 else None, None, ctx.eps)
+        else:
+            dh_TD, dw_D = rms_norm_backward_ref(h_TD, w_D, sum(grads[1:], grads[0]), ctx.eps)
         ctx.weight.add_grad(dw_D)
-        return dh_TD, None, None, None
+        return dh_TD, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,35 +91,40 @@ class Normed:
 
     Attributes:
         edge: quantised rows for GEMMs.
-        x_TD: the unquantised rows, differentiable: the router, and concatenations.
+        x_TD: the unquantised rows, differentiable: the router, and concatenations. None where nobody reads them.
         x_ticket: how backward gets x_TD again (always recomputed from h, never kept).
     """
 
     edge: Activation
-    x_TD: Tensor
+    x_TD: Tensor | None
     x_ticket: Ticket
 
 
 def rms_norm(h_TD: Tensor, weight: Weight, eps: float) -> Tensor:
     """x [T, D] in h's dtype, unquantised."""
-    return _RmsNorm.apply(h_TD, weight.anchor, weight, eps)[1]
+    made = _norm(h_TD.detach(), weight.data, eps, True, None)[:1]
+    return _RmsNorm.apply(h_TD, weight.anchor, weight, eps, made)[1]
 
 
 def rms_norm_quantize(
-    h_TD: Tensor, weight: Weight, eps: float, consumer: Weight, stash: Stash, name: str, rebuild: bool = False
+    h_TD: Tensor,
+    weight: Weight,
+    eps: float,
+    consumer: Weight,
+    stash: Stash,
+    name: str,
+    rebuild: bool = False,
+    plain: bool = True,
 ) -> Normed:
     """Norm of h [T, D], quantised as `consumer`'s activation.
 
     Args:
         consumer: the weight whose GEMM reads the result; its recipe decides the format.
         rebuild: keep nothing; backward recomputes the bytes from h (1 byte a value less, one norm more). Bitwise the same.
+        plain: also hand out the unquantised rows; False saves writing them.
     """
-    carrier, x_TD = _RmsNorm.apply(h_TD, weight.anchor, weight, eps)
     h, w = h_TD.detach(), weight.data
-    q = consumer.quantize_activation(x_TD.detach())
-
-    def again() -> Tensor:
-        return rms_norm_ref(h, w, eps)
-
-    ticket = stash.put(name, q, (lambda: consumer.quantize_activation(again())) if rebuild else None)
-    return Normed(Activation(q, carrier, ticket), x_TD, stash.put(name + ".x", None, again))
+    x_TD, q = _norm(h, w, eps, plain, consumer)
+    carrier, x_TD = _RmsNorm.apply(h_TD, weight.anchor, weight, eps, (x_TD,))
+    ticket = stash.put(name, q, (lambda: _norm(h, w, eps, False, consumer)[1]) if rebuild else None)
+    return Normed(Activation(q, carrier, ticket), x_TD, stash.put(name + ".x", None, lambda: _norm(h, w, eps, True, None)[0]))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.health import Health
-from fp8.quantize import quantize, quantize_t, retile_t
+from fp8.quantize import quantize, quantize_both, quantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, CANDIDATES, TENSORWISE, Recipe, Spec
 from fp8.scaling import Reduce, RoleScale, amax_scale_inv, tensor_amax, unit_scale_inv
@@ -178,9 +178,19 @@ class Weight(nn.Module):
         scale_inv = self._scale_inv_of(dy_TF, "gradient", spec)
         return self._report("grad_t", dy_TF.t(), quantize_t(dy_TF, spec, scale_inv=scale_inv))
 
-    def retile_grad_t(self, dy_q_RF: Quantized) -> Quantized:
-        """Row-quantised [R, F] -> [F, Rp] tiled along rows, from the same bytes: a gradient is quantised once, where it is made."""
-        return retile_t(dy_q_RF, self.gradient_t)
+    def quantize_grad_both(self, dy_TF: Tensor) -> tuple[Quantized, Quantized]:
+        """(quantize_grad(dy), quantize_grad_t(dy)); with one read of dy where nothing watches."""
+        spec = self.recipe.gradient
+        if self.is_watched or self.gradient_t != spec:
+            return self.quantize_grad(dy_TF), self.quantize_grad_t(dy_TF)
+        return quantize_both(dy_TF, spec)
+
+    def retile_grad_t(self, dy_q_RF: Quantized, live_B: Tensor | None = None) -> Quantized:
+        """Row-quantised [R, F] -> [F, Rp] tiled along rows, from the same bytes: a gradient is quantised once, where it is made.
+
+        `live_B` as for `quantize_t`.
+        """
+        return retile_t(dy_q_RF, self.gradient_t, live_B)
 
     @property
     def gradient_t(self) -> Spec:

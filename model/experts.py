@@ -16,7 +16,7 @@ from fp8.grouped_gemm import grouped_gemm_nt, grouped_wgrad
 from fp8.quantize import requantize_t, transpose
 from fp8.recipe import Recipe
 from fp8.stash import Stash
-from fp8.swiglu import quantize_swiglu, swiglu_backward_ref, swiglu_ref
+from fp8.swiglu import quantize_pre_activation, quantize_swiglu, quantize_swiglu_backward, swiglu_ref
 from fp8.weight import Weight
 from model.config import ModelConfig
 from parallel.dispatch import PlanStart, combine_rows, combine_slots, dispatch, dispatch_rows, start_plan
@@ -62,8 +62,9 @@ class _RoutedExperts(torch.autograd.Function):
         x, w1, w2, stash, name = call.x, call.w1, call.w2, call.stash, call.name
         rows_q, w_R, plan = dispatch(x.q, weights_Tk, call.start)
         groups, dtype = plan.perm.groups, carrier_TD.dtype
-        h_q = w2.quantize_activation(grouped_gemm_nt(rows_q, w1.q, groups, dtype))
-        a_q = quantize_swiglu(h_q, w_R, w2, dtype)
+        h_R2f = grouped_gemm_nt(rows_q, w1.q, groups, dtype)
+        h_q, a_q = quantize_pre_activation(h_R2f, w_R, w2, groups.block_expert_B)
+        del h_R2f
         y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
 
         ctx.call, ctx.plan, ctx.dtype = call, plan, dtype
@@ -82,21 +83,21 @@ class _RoutedExperts(torch.autograd.Function):
         call, plan, groups = ctx.call, ctx.plan, ctx.plan.perm.groups
         w1, w2 = call.w1, call.w2
         dy_q = dispatch_rows(w2.quantize_grad(dout_TD), plan)
-        w_R, h_q = ctx.w_R.pop(), ctx.h.pop()
+        w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
         da_Rf = grouped_gemm_nt(dy_q, transpose(w2.q), groups, ctx.dtype)
-        a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype)
+        a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype, live_B)
         if w2.trainable:
-            dy_t, a_t = w2.retile_grad_t(dy_q), requantize_t(a_q)
+            dy_t, a_t = w2.retile_grad_t(dy_q, live_B), requantize_t(a_q, live_B)
             w2.accumulate(lambda out, acc: grouped_wgrad(dy_t, a_t, groups, out, acc))
             del dy_t, a_t
         del dy_q, a_q
-        dh_R2f, dw_R = swiglu_backward_ref(h_q.dequantize(), w_R, da_Rf)
+        dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
         del h_q, da_Rf
-        dh_R2f = dh_R2f.to(ctx.dtype)
-        dx_RD = grouped_gemm_nt(w1.quantize_grad(dh_R2f), transpose(w1.q), groups, ctx.dtype)
+        dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
+        del dh_q
         rows_q = ctx.rows.pop()
         if w1.trainable:
-            dh_t, x_t = w1.quantize_grad_t(dh_R2f), requantize_t(rows_q)
+            x_t = requantize_t(rows_q, live_B)
             w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
         return combine_rows(dx_RD, plan), combine_slots(dw_R, plan), None, None, None
 
