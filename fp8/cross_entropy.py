@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation
+from fp8.fused import fuses_gradient
 from fp8.gemm import gemm_nt
 from fp8.quantize import requantize_t, transpose
 from fp8.quantized import Quantized
@@ -67,6 +69,40 @@ def softmax_grad_ref(logits_CV: Tensor, labels_C: Tensor, z: float, vocab: Vocab
     return ce, torch.where(valid, z * lse.square(), torch.zeros_like(lse)), grad
 
 
+class _Gradient(NamedTuple):
+    """dlogits of a chunk: A of dgrad [C, V] and A of wgrad [V, Cp]."""
+
+    rows: Quantized
+    columns: Quantized
+
+
+def _softmax_grad(
+    logits_CV: Tensor, labels_C: Tensor, scale: Tensor, z: float, vocab: VocabAxis, weight: Weight, with_grad: bool
+) -> tuple[Tensor, Tensor, _Gradient | None]:
+    """(sum of ce, sum of z-terms, quantised scale * dlogits) of a chunk; may overwrite the logits."""
+    if not (logits_CV.is_cuda and logits_CV.dtype == torch.bfloat16 and logits_CV.shape[1] % 4 == 0):
+        ce, z_term, grad = softmax_grad_ref(logits_CV, labels_C, z, vocab)
+        dlogits = grad.mul_(scale).to(logits_CV.dtype) if with_grad else None
+        made = _Gradient(weight.quantize_grad(dlogits), weight.quantize_grad_t(dlogits)) if with_grad else None
+        return ce.sum(), z_term.sum(), made
+    from fp8 import cross_entropy_kernels as kernels  # Triton comes with CUDA builds of torch only
+
+    valid, local = labels_C != IGNORE, labels_C - vocab.offset
+    local = torch.where(valid & (local >= 0) & (local < logits_CV.shape[1]), local, kernels.NO_LABEL)
+    peak, total, picked = kernels.statistics(logits_CV, local)
+    top = vocab.all_max(peak.clone())
+    lse = top + vocab.all_sum(total * (peak - top).exp()).log()
+    ce = torch.where(valid, lse - vocab.all_sum(picked), 0.0).sum()
+    z_term = torch.where(valid, z * lse.square(), 0.0).sum()
+    if not with_grad:
+        return ce, z_term, None
+    factor = torch.where(valid, 1 + 2 * z * lse, 0.0)
+    if fuses_gradient(logits_CV, weight):
+        return ce, z_term, _Gradient(*kernels.gradient(logits_CV, lse, factor, local, scale))
+    dlogits = kernels.gradient_in_place(logits_CV, lse, factor, local, scale)
+    return ce, z_term, _Gradient(weight.quantize_grad(dlogits), weight.quantize_grad_t(dlogits))
+
+
 def _rows(q: Quantized, rows: slice) -> Quantized:
     """A chunk of a row-tiled operand; cuBLAS wants its scales column-major again."""
     if q.scale_inv is None or q.tile == (0, 0):
@@ -103,15 +139,15 @@ class _HeadLoss(torch.autograd.Function):
             for start in range(0, rows, chunk):
                 part = slice(start, min(start + chunk, rows))
                 x_q = _rows(x.q, part)
-                ce, z_term, grad = softmax_grad_ref(gemm_nt(x_q, weight.q, dtype=dtype), labels_T[part], z, vocab)
-                ce_sum.add_(ce.sum())
-                z_sum.add_(z_term.sum())
-                dlogits = grad.mul_(scale).to(dtype) if with_grad else None
+                logits = gemm_nt(x_q, weight.q, dtype=dtype)
+                ce, z_term, grad = _softmax_grad(logits, labels_T[part], scale, z, vocab, weight, with_grad)
+                del logits
+                ce_sum.add_(ce)
+                z_sum.add_(z_term)
                 if dx_TD is not None:
-                    dx_TD[part] = gemm_nt(weight.quantize_grad(dlogits), w_t, dtype=dtype)
+                    dx_TD[part] = gemm_nt(grad.rows, w_t, dtype=dtype)
                 if dw_VD is not None:
-                    dlogits_t, x_t = weight.quantize_grad_t(dlogits), requantize_t(x_q)
-                    gemm_nt(dlogits_t, x_t, out=dw_VD, accumulate=accumulate or start > 0)
+                    gemm_nt(grad.columns, requantize_t(x_q), out=dw_VD, accumulate=accumulate or start > 0)
 
         weight.accumulate(run) if with_grad and weight.trainable else run(None, False)
         ctx.dx_TD = dx_TD
