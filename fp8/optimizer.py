@@ -1,22 +1,105 @@
-"""AdamW over Weights: FP32 master and moments; the FP8 (or BF16) weight is re-derived from the master once a step.
+"""AdamW over Weights, with master and moments in the formats of `States`; the weight is re-derived from the master once a step.
 
-Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101). An FP32 weight is its own master: no second copy.
+    g = grad * grad_scale
+    m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
+    master = master (1 - lr decay) - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    weight = quantise(stored master)
+
+Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101. Low-bit states: FP8-LM, arXiv 2310.18313, section 2.3; the
+formats and the reason for stochastic rounding are in state_codecs.py. The arithmetic is FP32. A CUDA device takes one fused
+pass over gradient, states and weight (optimizer_kernels.py); the reference here is its definition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fp8.philox import Draw, weight_words
+from fp8.state_codecs import CODECS, Codec, State, new_state
 from fp8.weight import Weight
+
+ROLES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class States:
+    """Storage format of each optimizer state; names from state_codecs.CODECS.
+
+    Low-bit formats apply to weights of two or more dimensions that are themselves below FP32. Norms and router (0.07% of
+    Ling-mini) keep FP32 states, and an FP32 weight is its own master.
+    """
+
+    master: str = "fp32"
+    exp_avg: str = "fp32"
+    exp_avg_sq: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            fmt = getattr(self, role)
+            assert fmt in CODECS[role], f"no format {fmt!r} for {role}; known: {', '.join(CODECS[role])}"
+
+    def codecs(self, weight: Weight) -> dict[str, Codec]:
+        """The codec of each state of one weight."""
+        low = weight.data.dim() > 1 and weight.data.dtype != torch.float32
+        return {role: CODECS[role][getattr(self, role) if low else "fp32"] for role in ROLES}
+
+
+# Bytes per parameter of master, m and v: fp8_lm is FP8-LM's choice, lean FP8 for both moments.
+PRESETS = {
+    "fp32": States(),  # 4 4 4
+    "fp8_lm": States("fp16", "fp8", "fp16"),  # 2 1 2
+    "lean": States("fp16", "fp8", "fp8"),  # 2 1 1
+}
+
+
+def states_named(preset: str, **overrides: str | None) -> States:
+    """A preset with single states replaced (`exp_avg_sq="bf16"`; None leaves the preset's).
+
+    Raises:
+        ValueError: a name is unknown; the message lists the known ones.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown optimizer states {preset!r}; known: {', '.join(PRESETS)}")
+    try:
+        return replace(PRESETS[preset], **{role: fmt for role, fmt in overrides.items() if fmt is not None})
+    except AssertionError as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The numbers of one step, as the arithmetic uses them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float  # 1 - lr * weight_decay
+    step_size: float  # lr / (1 - beta1^t)
+    rsqrt_correction2: float  # 1 / sqrt(1 - beta2^t)
+
+
+def adamw_ref(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: Hyper) -> tuple[Tensor, Tensor, Tensor]:
+    """New (master, m, v), all fp32. Each line's operations round one after the other: no fused multiply-add."""
+    m = m * h.beta1 + grad * (1 - h.beta1)
+    v = v * h.beta2 + (grad * grad) * (1 - h.beta2)
+    return master * h.decay - (m / (v.sqrt() * h.rsqrt_correction2 + h.eps)) * h.step_size, m, v
 
 
 class AdamW:
     """Updates every trainable Weight from its `main_grad`.
 
-    The master is the truth that checkpoints keep; `set_master` gives both the master and the weight their values.
+    The stored master is the truth that checkpoints keep: the weight is always `quantise(decode(master))`, so it need not be
+    saved. Rounding depends on seed, step and global element only, not on how weights are sharded.
+
+    Args:
+        named_weights: all weights of the model, in the same order on every rank and in every run.
+        states: storage formats.
+        seed: of the stochastic rounding.
     """
 
     def __init__(
@@ -26,59 +109,165 @@ class AdamW:
         beta2: float = 0.95,
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        states: States | None = None,
+        seed: int = 0,
     ) -> None:
         self.weights = dict(named_weights)
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
-        self.num_steps = 0
-        self._state: dict[str, dict[str, Tensor]] = {}
+        self.states, self.seed, self.num_steps = States() if states is None else states, seed, 0
+        self._codecs = {name: self.states.codecs(weight) for name, weight in self.weights.items()}
+        self._parameter = {name: place for place, name in enumerate(self.weights)}
+        self._state: dict[str, dict[str, State]] = {}
 
     def set_master(self, name: str, value: Tensor) -> None:
-        """New values for the parameter `name`: its master, its (re-quantised) weight; moments start at zero if there are none."""
-        weight = self.weights[name]
-        weight.set_(value)
-        master = weight.data if weight.data.dtype == torch.float32 else value.to(weight.data.device, torch.float32, copy=True)
+        """New values for the parameter `name`: its master (rounded to nearest) and its weight; new moments are zero."""
+        weight, codecs = self.weights[name], self._codecs[name]
         state = self._state.setdefault(name, {})
-        state["master"] = master
-        for moment in ("exp_avg", "exp_avg_sq"):
-            state.setdefault(moment, torch.zeros_like(master))
+        for moment in ROLES[1:]:
+            if moment not in state:
+                state[moment] = new_state(codecs[moment], weight.data.shape, weight.data.device)
+        value = value.to(weight.data.device, torch.float32)
+        encoded = codecs["master"].encode(value, None)
+        if weight.data.dtype == torch.float32:
+            weight.data.copy_(value)
+            encoded = {"data": weight.data}
+        elif encoded["data"] is value:
+            encoded = {"data": value.clone()}
+        state["master"] = encoded
+        self.refresh(name)
+
+    def refresh(self, name: str) -> None:
+        """Derives the weight from the stored master: after loading a checkpoint."""
+        weight, master = self.weights[name], self._state[name]["master"]
+        if master["data"] is not weight.data:
+            weight.set_(self._codecs[name]["master"].decode(master))
+
+    def master(self, name: str) -> Tensor:
+        """fp32 values of the stored master (the live tensor if it is stored so)."""
+        return self._codecs[name]["master"].decode(self._state[name]["master"])
+
+    def moments(self, name: str) -> tuple[Tensor, Tensor]:
+        """fp32 values of both moments."""
+        return tuple(self._codecs[name][role].decode(self._state[name][role]) for role in ROLES[1:])
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Live tensors by parameter name: master, exp_avg, exp_avg_sq."""
-        return self._state
+        """Live tensors by parameter name: master, exp_avg, exp_avg_sq, and scales as `master.scale` and so on."""
+        return {
+            name: {_key(role, part): tensor for role in ROLES for part, tensor in state[role].items()}
+            for name, state in self._state.items()
+        }
+
+    def tile_of(self, name: str, kind: str) -> tuple[int, int]:
+        """(rows, columns) of the parameter that share one element of the state tensor `kind`; (1, 1) for most."""
+        role, _, part = kind.partition(".")
+        return self._codecs[name][role].parts[part or "data"][1]
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Takes master and moments of one parameter and re-derives its weight."""
-        self.set_master(name, state["master"])
-        for moment in ("exp_avg", "exp_avg_sq"):
-            self._state[name][moment].copy_(state[moment])
+        """Takes the tensors of one parameter, as `state()` gives them, and re-derives its weight. Bitwise.
+
+        Raises:
+            ValueError: they are of other formats than this optimizer's.
+        """
+        own = self.state()[name]
+        differs = [k for k in own if k not in state or state[k].dtype != own[k].dtype or state[k].shape != own[k].shape]
+        if differs or len(state) != len(own):
+            raise ValueError(f"optimizer state of {name} has other formats than {self.states}: {', '.join(differs or state)}")
+        for kind, tensor in own.items():
+            tensor.copy_(state[kind])
+        self.refresh(name)
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
         """One update. `grad_scale` multiplies every gradient (clipping); a 0-dim tensor costs no host synchronisation.
 
-        A weight without a gradient in this step is left alone, moments included.
+        A weight without a gradient in this step is left alone, moments included. A `grad_scale` that is not finite (the
+        norm of a gradient with NaN) leaves every weight and state as it is. The next use overwrites the gradients.
         """
         self.num_steps += 1
-        correction1 = 1 - self.beta1**self.num_steps
-        correction2 = 1 - self.beta2**self.num_steps
+        scales: dict[torch.device, Tensor] = {}
         for name, weight in self.weights.items():
             if not (weight.trainable and weight.has_grad):
                 continue
-            state = self._state[name]
-            master, m, v = state["master"], state["exp_avg"], state["exp_avg_sq"]
-            grad = weight.main_grad.float() * grad_scale
-            m.lerp_(grad, 1 - self.beta1)
-            v.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
-            if weight.decay:
-                master.mul_(1 - lr * self.weight_decay)
-            denominator = (v / correction2).sqrt_().add_(self.eps)
-            master.addcdiv_(m, denominator, value=-lr / correction1)
-            if master is not weight.data:
-                weight.set_(master)
+            device = weight.data.device
+            if device not in scales:  # filled on the device: a copy from the host would wait
+                is_tensor = isinstance(grad_scale, Tensor)
+                scales[device] = grad_scale.to(device, torch.float32) if is_tensor else torch.full((), grad_scale, device=device)
+            hyper = Hyper(
+                beta1=self.beta1,
+                beta2=self.beta2,
+                eps=self.eps,
+                decay=1 - lr * self.weight_decay if weight.decay else 1.0,
+                step_size=lr / (1 - self.beta1**self.num_steps),
+                rsqrt_correction2=1 / math.sqrt(1 - self.beta2**self.num_steps),
+            )
+            draw = Draw(self.seed, self.num_steps, self._parameter[name])
+            update(weight, self._state[name], self._codecs[name], hyper, draw, scales[device])
             weight.clear_grad()
+
+
+def _key(role: str, part: str) -> str:
+    return role if part == "data" else f"{role}.{part}"
+
+
+def update_ref(
+    weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor
+) -> None:
+    """One weight's update in place: states decoded, updated, encoded; the weight quantised from the stored master."""
+    old = [codecs[role].decode(state[role]) for role in ROLES]
+    word = None
+    if any(len(codecs[role].parts) > 1 or codecs[role].parts["data"][0] != torch.float32 for role in ROLES):
+        word = weight_words(draw, weight)
+    new = adamw_ref(*old, weight.main_grad.float() * grad_scale, h)
+    finite = grad_scale.isfinite()
+    for role, value in zip(ROLES, new, strict=True):
+        for part, tensor in codecs[role].encode(value, word).items():
+            _keep_unless(finite, state[role][part], tensor)
+    if state["master"]["data"] is not weight.data:
+        weight.set_(codecs["master"].decode(state["master"]))
+
+
+def _keep_unless(condition: Tensor, live: Tensor, new: Tensor) -> None:
+    """live = condition ? new : live, for every dtype, without reading the device."""
+    as_bytes = torch.uint8 if live.element_size() == 1 else live.dtype  # FP8 has few operations
+    live, new = live.view(as_bytes), new.view(as_bytes)
+    live.copy_(torch.where(condition, new, live))
+
+
+def update(
+    weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor
+) -> None:
+    """`update_ref`, in one pass on a GPU where a kernel covers the formats and shapes."""
+    if weight.data.is_cuda:
+        from fp8 import optimizer_kernels  # Triton comes with CUDA builds of torch only
+
+        if optimizer_kernels.covers(weight, codecs):
+            return optimizer_kernels.update(weight, state, codecs, h, draw, grad_scale)
+    update_ref(weight, state, codecs, h, draw, grad_scale)
+
+
+def bytes_report(optimizer: AdamW) -> dict[str, int]:
+    """Steady-state bytes by class, from the tensors themselves: weight, grad, master, exp_avg, exp_avg_sq; and parameters.
+
+    An FP32 weight is its own master and counts as weight; a gradient counts once it exists.
+    """
+    found = dict.fromkeys(("weight", "grad", *ROLES, "parameters"), 0)
+    states = optimizer.state()
+    for name, weight in optimizer.weights.items():
+        found["parameters"] += weight.numel
+        found["weight"] += weight.q.nbytes
+        found["grad"] += weight.main_grad.nbytes if weight.main_grad is not None else 0
+        for kind, tensor in states.get(name, {}).items():
+            if tensor.data_ptr() != weight.data.data_ptr():
+                found[kind.partition(".")[0]] += tensor.nbytes
+    return found
+
+
+def sum_of_squares(t: Tensor) -> Tensor:
+    """0-dim fp32; one read, accumulated in FP32, no copy of `t`."""
+    return torch.linalg.vector_norm(t, dtype=torch.float32).square()
 
 
 def grad_norm_squared(named_weights: Iterable[tuple[str, Weight]]) -> Tensor:
     """Sum of squares of this rank's gradients, 0-dim fp32; weights without a gradient count zero."""
-    squares = [w.main_grad.float().square().sum() for _, w in named_weights if w.has_grad and w.trainable]
+    squares = [sum_of_squares(w.main_grad) for _, w in named_weights if w.has_grad and w.trainable]
     return torch.stack(squares).sum() if squares else torch.zeros(())

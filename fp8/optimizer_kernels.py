@@ -1,0 +1,400 @@
+"""AdamW in one pass over gradient, states and weight: Triton kernels behind optimizer.py.
+
+A program owns one 128x128 block of one matrix: every scale (1x128 groups of the moments, 128x128 of master and weight) lies
+within it, so nothing is read twice and programs share nothing. Weights that are not whole blocks with FP32 states (norms,
+router) take an element-wise kernel.
+
+States equal those of `update_ref` bit for bit, except that a GPU takes the square root and the quotient approximately (two
+units in the last place of the *update*): a master may then round to the neighbouring value about once in a million.
+The limit is arithmetic as much as memory: bits are added and compared as integers, and one Philox evaluation serves four
+elements, all three states from disjoint bits of its words.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.optimizer import Hyper
+from fp8.philox import Draw
+from fp8.philox_kernels import draw_arguments, quad_words
+from fp8.quantize_kernels import INTERPRETED, _abs_bits, _decode, _encode, _pow2_scale
+from fp8.recipe import BLOCK
+from fp8.state_codecs import FIELDS, MIN_FP16, Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedE5M3Groups
+from fp8.weight import Weight
+
+_MASTER_BITS, _V_BITS, _M_BITS = (tl.constexpr(FIELDS[role]) for role in ("master", "exp_avg_sq", "exp_avg"))
+_MIN_FP16 = tl.constexpr((127 + int(torch.tensor(MIN_FP16).log2())) << 23)  # its bits
+FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedE5M3Groups: "fp8"}
+LAUNCH = {"num_warps": 8, "maxnreg": 128}  # two programs a multiprocessor: one loads while the other computes
+_SCALARS = [  # never a reason to compile anew
+    "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0", "quads_per_row", "quads_per_matrix",
+    "c1", "c2", "c3", "k0", "k1",
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- device functions
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp2(biased):
+    """2^(biased - 127) for integers 1 .. 254."""
+    return _float(biased.to(tl.int32) << 23)
+
+
+@triton.jit
+def _dither(word, FIELD: tl.constexpr, DROPPED: tl.constexpr):
+    """See state_codecs.dither: the field's bits on top of `DROPPED`, and a half below."""
+    rest: tl.constexpr = DROPPED - FIELD[1]
+    mask: tl.constexpr = ((1 << FIELD[1]) - 1) << rest
+    half: tl.constexpr = (1 << rest) >> 1
+    if FIELD[0] >= rest:
+        return ((word >> (FIELD[0] - rest)) & mask) | half
+    else:
+        return ((word << (rest - FIELD[0])) & mask) | half
+
+
+@triton.jit
+def _cut(x, noise, DROPPED: tl.constexpr):
+    mask: tl.constexpr = -(1 << DROPPED)
+    return _float((x.to(tl.int32, bitcast=True) + noise) & mask)
+
+
+@triton.jit
+def _fp16_scale(amax_bits):
+    """(biased exponent, multiplier) of a tile; the multiplier is 0 where the tile counts as zero."""
+    kept = amax_bits >= _MIN_FP16
+    exponent = tl.where(amax_bits < 0x7F800000, (amax_bits >> 23) - 141, 0)
+    exponent = tl.where(kept, exponent, -100)
+    return exponent + 127, tl.where(kept, _float((127 - exponent) << 23), 0.0)
+
+
+@triton.jit
+def _round_bf16(x, HARDWARE: tl.constexpr):
+    """fp32 -> the bits of the nearest BF16."""
+    if HARDWARE:
+        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _quotient(m, v, rsqrt_correction2, eps, HARDWARE: tl.constexpr):
+    """m / (sqrt(v) rsqrt_correction2 + eps)."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; sqrt.approx.ftz.f32 t, $2; fma.rn.f32 t, t, $3, $4; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }",
+            "=f,f,f,f,f", [m, v, rsqrt_correction2, eps], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return m / (tl.sqrt(v) * rsqrt_correction2 + eps)
+
+
+@triton.jit
+def _load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE: tl.constexpr):
+    """exp_avg * factor; a power-of-two scale may go into the factor without changing the product's rounding."""
+    if M == "fp8":
+        code = tl.load(ptr + offset)
+        scale = _exp2(tl.load(scale_ptr + row_offset)) * factor
+        if HARDWARE:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+        else:
+            return _decode(code.to(tl.int32)) * scale[:, None]
+    else:
+        return tl.load(ptr + offset).to(tl.float32) * factor
+
+
+@triton.jit
+def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr):
+    if M == "fp8":
+        bits = _abs_bits(m)
+        amax = tl.max(bits, 1)
+        exponent = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, -120), 126)
+        broken = amax >= 0x7F800000
+        exponent = tl.where((amax > 0) & (broken == 0), exponent, 0)
+        y = tl.abs(m) * _float((127 - exponent) << 23)[:, None]
+        # The code as a fixed-point number with 20 fraction bits; see state_codecs.E4M3Groups.
+        steps = (y + 0.015625).to(tl.int32, bitcast=True) - (121 << 23)
+        fixed = tl.where(y < 0.015625, steps, y.to(tl.int32, bitcast=True) - (120 << 23))
+        limit = tl.where(broken, 0x7F, 0x7E)
+        code = tl.minimum((fixed + _dither(word, _M_BITS, 20)) >> 20, limit[:, None])
+        code = code | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        tl.store(ptr + offset, code.to(tl.uint8))
+        tl.store(scale_ptr + row_offset, (exponent + 127).to(tl.uint8))
+    elif M == "bf16":
+        bits = m.to(tl.int32, bitcast=True) + _dither(word, _M_BITS, 16)
+        tl.store(ptr + offset, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+    else:
+        tl.store(ptr + offset, m)
+
+
+@triton.jit
+def _load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
+    """exp_avg_sq as fp32."""
+    if V == "fp8":
+        scale = tl.load(scale_ptr + row_offset).to(tl.int32) << 23
+        return _float((tl.load(ptr + offset).to(tl.int32) << 20) + scale[:, None])
+    elif V == "fp16":
+        return tl.load(ptr + offset).to(tl.float32) * _exp2(tl.load(scale_ptr + row_offset))[:, None]
+    else:
+        return tl.load(ptr + offset).to(tl.float32)
+
+
+@triton.jit
+def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr):
+    if V == "fp8":
+        bits = _abs_bits(v)
+        amax = tl.max(bits, 1)
+        scale = (amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).to(tl.int32)
+        scale = tl.minimum(tl.maximum(scale, 1), 223)
+        code = (bits - (scale << 23)[:, None] + _dither(word, _V_BITS, 20)) >> 20
+        tl.store(ptr + offset, tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8))
+        tl.store(scale_ptr + row_offset, scale.to(tl.uint8))
+    elif V == "fp16":
+        v = _cut(v, _dither(word, _V_BITS, 13), 13)
+        biased, multiplier = _fp16_scale(tl.max(_abs_bits(v), 1))
+        code = (v * multiplier[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
+        tl.store(ptr + offset, tl.where(code == 0, 1, code).to(tl.int16).to(tl.float16, bitcast=True))
+        tl.store(scale_ptr + row_offset, biased.to(tl.uint8))
+    elif V == "bf16":
+        bits = v.to(tl.int32, bitcast=True) + _dither(word, _V_BITS, 16)
+        tl.store(ptr + offset, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+    else:
+        tl.store(ptr + offset, v)
+
+
+@triton.jit
+def _store_master(
+    ptr, weight_ptr, offset, x, multiplier, inverse,
+    MASTER: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Master and, unless it is FP8, the weight derived from what was stored."""
+    if MASTER == "fp16":
+        half = (x * multiplier).to(tl.float16)
+        tl.store(ptr + offset, half)
+        x = half.to(tl.float32) * inverse
+    else:
+        tl.store(ptr + offset, x)
+    if WEIGHT == "bf16":
+        tl.store(weight_ptr + offset, _round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _store_fp8(weight_ptr, offset, x, multiplier, HARDWARE: tl.constexpr):
+    y = x * multiplier
+    if HARDWARE:
+        tl.store(weight_ptr + offset, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
+    else:
+        tl.store(weight_ptr + offset, _encode(y).to(tl.uint8))
+
+
+@triton.jit
+def _amax(x):
+    return tl.max(tl.max(_abs_bits(x), 1), 0)
+
+
+@triton.jit
+def _update_rows(
+    first, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+    quad, quads_per_row, draw, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """32 rows of a block from row `first` on: moments updated in place; returns the new master, on its grid."""
+    r, c = first + tl.arange(0, 32), tl.arange(0, 128)
+    offset += r[:, None] * (col_blocks * 128) + c[None, :]
+    group += r * col_blocks
+    g = tl.load(grad_ptr + offset).to(tl.float32) * grad_scale
+    m = _load_m(m_ptr, m_scale_ptr, offset, group, beta1, M, HARDWARE)
+    v = _load_v(v_ptr, v_scale_ptr, offset, group, V)
+    x = tl.load(x_ptr + offset).to(tl.float32)
+    word = 0
+    if (MASTER != "fp32") | (M != "fp32") | (V != "fp32"):
+        quads = quad + r.to(tl.int64)[:, None] * quads_per_row + tl.arange(0, 32)[None, :]
+        c1, c2, c3, k0, k1 = draw
+        word = tl.reshape(quad_words(quads, c1, c2, c3, k0, k1), [32, 128]).to(tl.int32, bitcast=True)
+    m = m + g * rest1
+    v = v * beta2 + (g * g) * rest2
+    x = tl.fma(_quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
+    _store_m(m_ptr, m_scale_ptr, offset, group, m, word, M)
+    _store_v(v_ptr, v_scale_ptr, offset, group, v, word, V)
+    if MASTER == "fp16":
+        x = _cut(x, _dither(word, _MASTER_BITS, 13), 13)
+    return x
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def _update_blocks(
+    grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
+    row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1,
+    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One 128x128 block. Sizes and starts of the local matrix and of the piece within it are in blocks."""
+    grad_scale = tl.load(grad_scale_ptr)
+    if _abs_bits(grad_scale) >= 0x7F800000:
+        return
+    cb, rb, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row_block = (matrix0 + e) * row_blocks + rb0 + rb
+    block = row_block * col_blocks + cb0 + cb
+    offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
+    group = row_block * 128 * col_blocks + cb0 + cb
+    quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
+    x_scale = 1.0
+    if MASTER == "fp16":
+        x_scale = _exp2(tl.load(x_scale_ptr + block))
+
+    # Four strips of rows: their moments are done at once, only the new master waits for the block's maximum.
+    x0, x1, x2, x3 = (
+        _update_rows(
+            0, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            MASTER, M, V, HARDWARE,
+        ),
+        _update_rows(
+            32, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            MASTER, M, V, HARDWARE,
+        ),
+        _update_rows(
+            64, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            MASTER, M, V, HARDWARE,
+        ),
+        _update_rows(
+            96, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            MASTER, M, V, HARDWARE,
+        )
+    )
+    amax = tl.maximum(tl.maximum(_amax(x0), _amax(x1)), tl.maximum(_amax(x2), _amax(x3)))
+
+    multiplier, inverse = 1.0, 1.0
+    if MASTER == "fp16":
+        biased, multiplier = _fp16_scale(amax)
+        inverse = _exp2(biased)
+        tl.store(x_scale_ptr + block, biased.to(tl.uint8))
+    strip = offset + tl.arange(0, 32)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
+    step = 32 * 128 * col_blocks
+    _store_master(x_ptr, weight_ptr, strip, x0, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+    _store_master(x_ptr, weight_ptr, strip + step, x1, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+    _store_master(x_ptr, weight_ptr, strip + 2 * step, x2, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+    _store_master(x_ptr, weight_ptr, strip + 3 * step, x3, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+    if WEIGHT == "fp8":
+        # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
+        kept = (amax >= _MIN_FP16) | (MASTER == "fp32")
+        multiplier, inverse = _pow2_scale(tl.where(kept, amax, 0))
+        multiplier = tl.where(kept, multiplier, 0.0)
+        tl.store(weight_scale_ptr + block, inverse)
+        _store_fp8(weight_ptr, strip, x0, multiplier, HARDWARE)
+        _store_fp8(weight_ptr, strip + step, x1, multiplier, HARDWARE)
+        _store_fp8(weight_ptr, strip + 2 * step, x2, multiplier, HARDWARE)
+        _store_fp8(weight_ptr, strip + 3 * step, x3, multiplier, HARDWARE)
+
+
+@triton.jit
+def _update_elements(
+    grad_ptr, grad_scale_ptr, weight_ptr, x_ptr, m_ptr, v_ptr, size,
+    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    WEIGHT: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """FP32 states, weight unscaled (BF16) or the master itself."""
+    grad_scale = tl.load(grad_scale_ptr)
+    if _abs_bits(grad_scale) >= 0x7F800000:
+        return
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    ok = i < size
+    g = tl.load(grad_ptr + i, mask=ok, other=0.0).to(tl.float32) * grad_scale
+    m = tl.load(m_ptr + i, mask=ok, other=0.0) * beta1 + g * rest1
+    v = tl.load(v_ptr + i, mask=ok, other=0.0) * beta2 + (g * g) * rest2
+    x = tl.load(x_ptr + i, mask=ok, other=0.0) * decay
+    x = x - _quotient(m, v, rsqrt_correction2, eps, HARDWARE) * step_size
+    tl.store(m_ptr + i, m, mask=ok)
+    tl.store(v_ptr + i, v, mask=ok)
+    tl.store(x_ptr + i, x, mask=ok)
+    if WEIGHT == "bf16":
+        tl.store(weight_ptr + i, _round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True), mask=ok)
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def _pieces(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
+    """(first matrix, row, column), (matrices, rows, columns) and first global element of each piece."""
+    for piece in weight.pieces:
+        local = (slice(0, 1),) * (3 - len(piece.local)) + tuple(piece.local)
+        place, stride = 0, 1
+        for offset, size in zip(reversed(piece.offset), reversed(weight.global_shape), strict=True):
+            place, stride = place + offset * stride, stride * size
+        yield tuple(s.start or 0 for s in local), tuple(s.stop - (s.start or 0) for s in local), place
+
+
+def _whole_blocks(weight: Weight) -> bool:
+    """Whether every piece consists of 128x128 blocks of the local tensor, and of quads of the global one."""
+    if weight.data.dim() not in (2, 3) or weight.global_shape[-1] % 4:
+        return False
+    sizes = [n for start, size, _ in _pieces(weight) for n in (*start[1:], *size[1:])]
+    aligned = all(n % BLOCK == 0 for n in (*weight.data.shape[-2:], *sizes))
+    return aligned and all(place % 4 == 0 for _, _, place in _pieces(weight))
+
+
+def _all_fp32(codecs: dict[str, Codec]) -> bool:
+    return all(isinstance(codec, Fp32) for codec in codecs.values())
+
+
+def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
+    """Whether a kernel here has these formats and this shape; otherwise the reference runs, on any device."""
+    known = all(type(codec) in FORMATS for codec in codecs.values()) and weight.main_grad.is_contiguous()
+    unscaled = weight.data.dtype in (torch.bfloat16, torch.float32)
+    if _all_fp32(codecs) and unscaled:
+        return known
+    return known and (unscaled or weight.data.dtype == torch.float8_e4m3fn) and _whole_blocks(weight)
+
+
+def _scalars(h: Hyper) -> tuple[float, ...]:
+    return h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.decay, h.step_size, h.rsqrt_correction2
+
+
+def update(
+    weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor
+) -> None:
+    """One weight's update in place, as optimizer.update_ref states it."""
+    data, grad = weight.data, weight.main_grad
+    parts = [state[role] for role in ("master", "exp_avg", "exp_avg_sq")]
+    x, m, v = (part["data"] for part in parts)
+    options = dict(HARDWARE=not INTERPRETED, enable_fp_fusion=False)
+    if x is data:
+        stored = "own"
+    else:
+        stored = "fp8" if weight.scale_inv is not None else "bf16" if data.dtype == torch.bfloat16 else "fp32"
+    if _all_fp32(codecs) and weight.scale_inv is None:
+        _update_elements[(triton.cdiv(data.numel(), 1024),)](
+            grad, grad_scale, data, x, m, v, data.numel(), *_scalars(h), WEIGHT=stored, SIZE=1024, num_warps=4, **options
+        )
+        return
+    x_scale, m_scale, v_scale = (part.get("scale", part["data"]) for part in parts)
+    if m.dtype == torch.float8_e4m3fn:
+        m = m.view(torch.uint8)
+    weight_scale = data if weight.scale_inv is None else weight.scale_inv
+    codes = data.view(torch.uint8) if weight.scale_inv is not None else data
+    formats = {name: FORMATS[type(codecs[role])] for name, role in (("MASTER", "master"), ("M", "exp_avg"), ("V", "exp_avg_sq"))}
+    row_blocks, col_blocks = (size // BLOCK for size in data.shape[-2:])
+    quads_per_row = weight.global_shape[-1] // 4
+    for (matrix0, row0, col0), (matrices, num_rows, num_cols), place in _pieces(weight):
+        _update_blocks[(num_cols // BLOCK, num_rows // BLOCK, matrices)](
+            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale,
+            row_blocks, col_blocks, row0 // BLOCK, col0 // BLOCK, matrix0,
+            place // 4, quads_per_row, quads_per_row * weight.global_shape[-2],
+            *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **LAUNCH,
+        )  # fmt: skip

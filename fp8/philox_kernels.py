@@ -1,0 +1,70 @@
+"""Philox4x32-10 in Triton: the words of philox.py, bit for bit."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.philox import Draw
+
+_M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four words for each counter. c0 is a uint32 tensor, the others uint32 tensors or scalars; key words uint32 scalars.
+
+    One 32x32 -> 64 bit multiplication gives both halves of a product; the key schedule is scalar work.
+    """
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * _M0
+        p1 = c2.to(tl.uint64) * _M1
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = p1.to(tl.uint32)
+        c3 = p0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + _W0).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + _W1).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def quad_words(quad, c1, c2, c3, k0, k1):
+    """int64 quad indices [..., Q] -> the words of their elements, uint32 [..., Q, 2, 2] (element 4q + 2i + j at [q, i, j]).
+
+    c1..c3 and the key: `Draw.counter` and `Draw.key`, as int32 scalars that hold the bits.
+    """
+    high = (quad >> 32).to(tl.uint32) + c1.to(tl.uint32, bitcast=True)
+    zero = tl.zeros_like(high)
+    w0, w1, w2, w3 = philox(
+        quad.to(tl.uint32), high, zero + c2.to(tl.uint32, bitcast=True), zero + c3.to(tl.uint32, bitcast=True),
+        k0.to(tl.uint32, bitcast=True), k1.to(tl.uint32, bitcast=True),
+    )  # fmt: skip
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit(do_not_specialize=["start", "c1", "c2", "c3", "k0", "k1"])
+def _random_words(out_ptr, start, size, c1, c2, c3, k0, k1, QUADS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * QUADS + tl.arange(0, QUADS)
+    words = quad_words(place + start, c1, c2, c3, k0, k1).to(tl.int64)
+    element = tl.program_id(0).to(tl.int64) * QUADS * 4 + tl.arange(0, QUADS * 4)
+    tl.store(out_ptr + element, tl.reshape(words, [QUADS * 4]), mask=element < size)
+
+
+def as_int32(word: int) -> int:
+    """The signed number with the bits of a 32-bit word: what a kernel argument of type int32 can carry."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def draw_arguments(draw: Draw) -> tuple[int, int, int, int, int]:
+    """(c1, c2, c3, k0, k1) as int32 kernel arguments."""
+    return tuple(as_int32(word) for word in (*draw.counter, *draw.key))
+
+
+def random_words(draw: Draw, start: int, size: int, device: torch.device) -> Tensor:
+    """int64 [size]: words of the elements start .. start + size - 1; `start` a multiple of 4."""
+    assert start % 4 == 0, f"element {start} is not the first of a quad"
+    out = torch.empty(size, dtype=torch.int64, device=device)
+    _random_words[(triton.cdiv(size, 1024),)](out, start // 4, size, *draw_arguments(draw), QUADS=256)
+    return out
