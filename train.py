@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import torch
 
+from fp8.hardware import machine_of
 from fp8.health import Health
 from fp8.optimizer import AdamW
-from fp8.recipe import recipe_named
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
@@ -48,6 +48,7 @@ def run(config: Config) -> int:
     device, dtype = choose_device(train, config.fp8.recipe)
     mesh = build_mesh(parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s)
     metrics = Metrics(config, active=mesh.world.rank == 0)
+    metrics.prefix = admit(config, device)
     tokenizer = load_tokenizer(data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     splits = (packed_path(data.dir, split) for split in ("train", "validation"))
@@ -55,7 +56,7 @@ def run(config: Config) -> int:
 
     torch.manual_seed(train.seed + mesh.world.rank)
     with torch.device(device):
-        model = Transformer(config.model, recipe_named(config.fp8.recipe), mesh, dtype, train.recompute)
+        model = Transformer(config.model, config.fp8.build(), mesh, dtype, config.fp8.activations)
     optimizer = AdamW(weights(model), optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
     checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
     state = checkpointer.restore(metrics.warn)
@@ -73,7 +74,7 @@ def run(config: Config) -> int:
     phases = Phases(device)
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
-    take_step = TrainStep(model, optimizer, mesh, optim, config.model.bias_update_rate, phases)
+    take_step = TrainStep(model, optimizer, mesh, optim, config.model.bias_update_rate, phases, config.fp8.auto)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     interrupted = on_sigterm()
     wandb_id = metrics.start(done, wandb_id)
@@ -101,6 +102,8 @@ def run(config: Config) -> int:
             batches = [batch.to(device) for batch in next(loader)]
         lr = learning_rate(done - 1, optim, train.steps)
         result = take_step(done, batches, lr, interrupted(), want_counts=logged)
+        for note in result.notes:
+            metrics.say(note)
         throughput.step()
         metrics.advance()
         for path in window.end(done, last or result.interrupted):
@@ -152,6 +155,14 @@ def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.
     torch.cuda.set_device(local_rank)
     is_fp32 = train.dtype == "fp32" or recipe == "fp32"
     return torch.device("cuda", local_rank), torch.float32 if is_fp32 else torch.bfloat16
+
+
+def admit(config: Config, device: torch.device) -> str:
+    """The prefix of every log line of an emulated run. Raises UserError where the device cannot run the recipe."""
+    try:
+        return config.fp8.admit(machine_of(device))
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def on_sigterm() -> Callable[[], bool]:

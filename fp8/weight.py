@@ -65,7 +65,8 @@ class Weight(nn.Module):
         observer: attached at an interval by `auto`.
         scales: state of delayed and static recipes, by role ("activation", "gradient").
         reduce: maximum over the ranks whose tensors share one scale (rows that travel between ranks); None on one rank.
-        choice: `auto` only: indices into `CANDIDATES` of (fprop, dgrad, wgrad). On the CPU; adopted by the next `set_`.
+        choice: `auto` only: [4] indices into `CANDIDATES` of (fprop, dgrad, wgrad), and 1 once they have been measured. On the
+            CPU; adopted by the next `set_`.
         sample, sample_amax: `auto` only: some rows in BF16, and the largest magnitude of the matrix that they are from.
     """
 
@@ -126,7 +127,7 @@ class Weight(nn.Module):
         with torch.device(device):
             self.scales = nn.ModuleDict({name: RoleScale(spec) for name, spec in roles.items() if spec.has_state})
         if recipe.adaptive and self.choice is None:
-            self.choice = torch.full((3,), CANDIDATES.index("bf16"), device="cpu")
+            self.choice = torch.tensor([CANDIDATES.index("bf16")] * 3 + [0], device="cpu")
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """State of the recipe that a checkpoint keeps (that of `scales` comes from them)."""
@@ -228,7 +229,7 @@ class Weight(nn.Module):
 
     def _adopt(self, value: Tensor) -> None:
         """Turns `choice` into formats, and keeps the sample that the next choice is measured on."""
-        chosen = [CANDIDATES[i] for i in self.choice.tolist()]
+        chosen = [CANDIDATES[i] for i in self.choice[:3].tolist()]
         recipe = Recipe.auto(*chosen)
         if recipe != self.recipe:
             self.use(recipe)

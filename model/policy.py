@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+import torch
 from torch import nn
 
 from fp8.recipe import Recipe, absolute_name
@@ -52,6 +53,18 @@ def unknown_overrides(recipe: Recipe, names: Iterable[str], num_layers: int) -> 
     names = list(names)
     keys = [(key, absolute_name(key, num_layers)) for key, _ in recipe.overrides]
     return [key for key, prefix in keys if not any(n == prefix or n.startswith(prefix + ".") for n in names)]
+
+
+def override_problems(recipe: Recipe, config: ModelConfig) -> list[str]:
+    """The ValueError of `apply_recipe`, without building the model: its weights are made on the meta device."""
+    from model.transformer import Transformer  # which imports this file
+
+    try:
+        with torch.device("meta"):
+            Transformer(config, recipe)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def apply_recipe(model: nn.Module, recipe: Recipe, num_layers: int) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from fp8.recipe import RECIPES
+from fp8.config import Fp8Config
 from model.config import ModelConfig
+from model.policy import override_problems, stage_problems
 from parallel.mesh import check_layout
 from training.config_loading import Source, build, dump_yaml, read_overrides, read_yaml, section_keys
 from training.corpus import DataConfig
@@ -39,17 +40,8 @@ class TrainConfig:
     micro_batch: int = 8  # sequences that one rank takes through the model at once
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of what is not FP8: bf16 on a GPU, fp32 on a CPU
-    recompute: int = 0  # 0 keeps what backward needs, 1 recomputes SwiGLU's output, 2 the norms' outputs too
     log_every: int = 10
     timeout_s: float = 600.0  # a collective that takes longer stops the run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8Config:
-    """How GEMMs represent numbers."""
-
-    recipe: str = "block"  # a name from fp8/recipe.py
-    health_every: int = 0  # steps between measurements of underflow, saturation and cosine; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +136,12 @@ class Config:
     def _fit_problems(self, world_size: int) -> list[str]:
         train, optim, parallel, model = self.train, self.optim, self.parallel, self.model
         found = []
-        if self.fp8.recipe not in RECIPES:
-            found.append(f"fp8.recipe={self.fp8.recipe} is unknown; known: {', '.join(RECIPES)}")
-        is_fp8 = self.fp8.recipe in RECIPES and RECIPES[self.fp8.recipe]().is_fp8
+        found += self.fp8.problems() + stage_problems(self.fp8.activations, model)
+        is_fp8 = not found and self.fp8.build().is_fp8
         if is_fp8:
             found += model.fp8_problems(max(parallel.tp, 1))
+        if self.fp8.overrides and not found and not model.problems():
+            found += override_problems(self.fp8.build(), model)
         widths = {"model.intermediate_size": model.intermediate_size, "model.vocab_size": model.vocab_size}
         found += check_layout(
             world_size,
@@ -189,7 +182,6 @@ _RANGES = (
     ("train.seed", 0, 2**63 - 1),
     ("train.global_batch", 1, _ANY),
     ("train.micro_batch", 1, _ANY),
-    ("train.recompute", 0, 2),
     ("train.log_every", 1, _ANY),
     ("train.timeout_s", 1, _ANY),
     ("optim.lr", 0, _ANY),
@@ -201,7 +193,6 @@ _RANGES = (
     ("optim.eps", 1e-30, 1),
     ("optim.weight_decay", 0, _ANY),
     ("optim.clip", 0, _ANY),
-    ("fp8.health_every", 0, _ANY),
     ("checkpoint.every", 0, _ANY),
     ("checkpoint.keep", 1, _ANY),
     ("checkpoint.keep_for_merge", 0, _ANY),

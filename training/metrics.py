@@ -133,7 +133,7 @@ class Metrics:
     """Writes on the rank where `active` is true; on the others every method does nothing."""
 
     def __init__(self, config: Config, active: bool) -> None:
-        self.config, self.active = config, active
+        self.config, self.active, self.prefix = config, active, ""  # in front of every console line
         self.path = Path(config.run.dir) / "metrics.jsonl"
         self.wandb: WandbLog | None = None
         self._bar, self._file = None, None
@@ -163,12 +163,13 @@ class Metrics:
     def say(self, text: str) -> None:
         """A line on the console."""
         if self.active:
+            text = self.prefix + text
             tqdm.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
     def warn(self, text: str) -> None:
         """A warning on the console."""
         if self.active:
-            tqdm.write(f"warning: {text}", file=sys.stderr)
+            tqdm.write(f"{self.prefix}warning: {text}", file=sys.stderr)
 
     def advance(self) -> None:
         """One step more on the progress bar."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from fp8.auto import AutoFP8
+from fp8.config import AutoConfig
 from fp8.optimizer import AdamW
+from fp8.scaling import update_scales
 from fp8.weight import weights
 from model.loss import Losses, NumValid, count_valid
 from model.router import routers, update_expert_bias
@@ -41,6 +45,7 @@ class StepResult:
     num_tokens: int  # with a label
     interrupted: bool  # some rank was asked to stop
     counts_LE: Tensor | None = None  # int64 tokens by router and expert, when asked for; on the CPU
+    notes: tuple[str, ...] = ()  # what `auto` chose and why, at the steps at which it measures
 
 
 def global_counts(batches: Sequence[Batch], mesh: Mesh) -> NumValid:
@@ -60,12 +65,21 @@ class TrainStep:
     """Holds what a step needs and takes steps. Every rank calls it with its own micro-batches."""
 
     def __init__(
-        self, model: nn.Module, optimizer: AdamW, mesh: Mesh, optim: OptimConfig, bias_rate: float, phases: Phases
+        self,
+        model: nn.Module,
+        optimizer: AdamW,
+        mesh: Mesh,
+        optim: OptimConfig,
+        bias_rate: float,
+        phases: Phases,
+        auto: AutoConfig | None = None,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
         self.weights = list(weights(model))
         self.reducer = GradReducer(self.weights, mesh)
+        self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
+        self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
 
     def __call__(
         self, step: int, batches: Sequence[Batch], lr: float, interrupted: bool = False, want_counts: bool = False
@@ -76,6 +90,7 @@ class TrainStep:
             NonFiniteError: names the step and the ranks; weights, moments and biases are as before the step.
         """
         num_valid = global_counts(batches, self.mesh)
+        self.auto.begin(step)
         losses = self._backward(batches, num_valid)
         with self.phases("reduce"):
             self.reducer.finish()
@@ -85,6 +100,8 @@ class TrainStep:
         if broken or not math.isfinite(grad_norm):
             raise NonFiniteError(self._explain(step, broken, grad_norm))
         counts_LE = self._counts() if want_counts else None
+        update_scales(self.model, self.reduce_max)
+        notes = self.auto.end()
         with self.phases("optimizer"):
             clip = self.optim.clip
             self.optimizer.step(lr, clip / grad_norm if 0 < clip < grad_norm else 1.0)
@@ -98,6 +115,7 @@ class TrainStep:
             num_tokens=int(num_ce),
             interrupted=stop > 0,
             counts_LE=counts_LE,
+            notes=tuple(notes),
         )
 
     def _backward(self, batches: Sequence[Batch], num_valid: NumValid) -> list[Losses]:
