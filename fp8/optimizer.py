@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8.philox import Draw, weight_words
+from fp8.recipe import BLOCK
 from fp8.state_codecs import CODECS, Codec, State, new_state
 from fp8.weight import Weight
 
@@ -100,6 +101,9 @@ class AdamW:
         named_weights: all weights of the model, in the same order on every rank and in every run.
         states: storage formats.
         seed: of the stochastic rounding.
+
+    Raises:
+        ValueError: a weight is sharded across the tiles that share a scale.
     """
 
     def __init__(
@@ -116,24 +120,29 @@ class AdamW:
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
         self.states, self.seed, self.num_steps = States() if states is None else states, seed, 0
         self._codecs = {name: self.states.codecs(weight) for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
+            _check_pieces(name, weight, self._codecs[name])
         self._parameter = {name: place for place, name in enumerate(self.weights)}
         self._state: dict[str, dict[str, State]] = {}
 
+    def allocate(self, name: str) -> None:
+        """States of zeros for the parameter `name`, to be filled (a checkpoint's). Its weight is left as it is."""
+        weight = self.weights[name]
+        shape, device = weight.data.shape, weight.data.device
+        state = {role: new_state(codec, shape, device) for role, codec in self._codecs[name].items()}
+        if weight.data.dtype == torch.float32:
+            state["master"] = {"data": weight.data}
+        self._state[name] = state
+
     def set_master(self, name: str, value: Tensor) -> None:
         """New values for the parameter `name`: its master (rounded to nearest) and its weight; new moments are zero."""
-        weight, codecs = self.weights[name], self._codecs[name]
-        state = self._state.setdefault(name, {})
-        for moment in ROLES[1:]:
-            if moment not in state:
-                state[moment] = new_state(codecs[moment], weight.data.shape, weight.data.device)
-        value = value.to(weight.data.device, torch.float32)
-        encoded = codecs["master"].encode(value, None)
-        if weight.data.dtype == torch.float32:
-            weight.data.copy_(value)
-            encoded = {"data": weight.data}
-        elif encoded["data"] is value:
-            encoded = {"data": value.clone()}
-        state["master"] = encoded
+        if name not in self._state:
+            self.allocate(name)
+        weight, codec, master = self.weights[name], self._codecs[name]["master"], self._state[name]["master"]
+        value = value.to(weight.data.device)
+        for rows in _chunks(value.shape):
+            for part, tensor in codec.encode(value[rows].float(), None).items():
+                _rows_of(master[part], rows, codec.parts[part][1])[...] = tensor
         self.refresh(name)
 
     def refresh(self, name: str) -> None:
@@ -203,6 +212,31 @@ class AdamW:
             draw = Draw(self.seed, self.num_steps, self._parameter[name])
             update(weight, self._state[name], self._codecs[name], hyper, draw, scales[device])
             weight.clear_grad()
+
+
+def _check_pieces(name: str, weight: Weight, codecs: dict[str, Codec]) -> None:
+    tiles = {tile for codec in codecs.values() for _, tile, _ in codec.parts.values()}
+    for piece in weight.pieces:
+        for dim in (-1, -2)[: weight.data.dim()]:
+            edge = max(tile[dim] for tile in tiles)
+            start, size = piece.offset[dim], piece.local[dim].stop - (piece.local[dim].start or 0)
+            whole = size % edge == 0 or start + size == weight.global_shape[dim]
+            if start % edge or (piece.local[dim].start or 0) % edge or not whole:
+                place = f"{start}..{start + size} of dimension {weight.data.dim() + dim}"
+                raise ValueError(f"{name}: this rank's part {place} cuts the {edge}-wide tiles of its optimizer states")
+
+
+def _chunks(shape: torch.Size, limit: int = 1 << 26) -> Iterable[slice]:
+    """Parts along the first dimension of about `limit` elements that cut no tile: encoding needs some 40 bytes an element."""
+    unit = BLOCK if len(shape) == 2 else 1 if len(shape) > 2 else max(shape[0], 1)
+    step = max(limit // max(shape[1:].numel() * unit, 1), 1) * unit
+    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def _rows_of(tiles: Tensor, rows: slice, tile: tuple[int, int]) -> Tensor:
+    """The part of a tensor with one value a tile that belongs to `rows` of the first dimension."""
+    r = tile[0] if tiles.dim() == 2 else 1
+    return tiles if tiles.dim() == 1 else tiles[rows.start // r : -(-rows.stop // r)]
 
 
 def _key(role: str, part: str) -> str:

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.optimizer import Hyper
+from fp8.optimizer import ROLES, Hyper
 from fp8.philox import Draw
 from fp8.philox_kernels import draw_arguments, quad_words
-from fp8.quantize_kernels import INTERPRETED, _abs_bits, _decode, _encode, _pow2_scale
+from fp8.quantize_device import abs_bits, decode, encode_bytes, pow2_scale
+from fp8.quantize_kernels import INTERPRETED
 from fp8.recipe import BLOCK
 from fp8.state_codecs import FIELDS, MIN_FP16, Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedE5M3Groups
 from fp8.weight import Weight
@@ -107,7 +108,7 @@ def _load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWAR
         if HARDWARE:
             return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
         else:
-            return _decode(code.to(tl.int32)) * scale[:, None]
+            return decode(code.to(tl.int32)) * scale[:, None]
     else:
         return tl.load(ptr + offset).to(tl.float32) * factor
 
@@ -115,7 +116,7 @@ def _load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWAR
 @triton.jit
 def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr):
     if M == "fp8":
-        bits = _abs_bits(m)
+        bits = abs_bits(m)
         amax = tl.max(bits, 1)
         exponent = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, -120), 126)
@@ -152,7 +153,7 @@ def _load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
 @triton.jit
 def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr):
     if V == "fp8":
-        bits = _abs_bits(v)
+        bits = abs_bits(v)
         amax = tl.max(bits, 1)
         scale = (amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).to(tl.int32)
         scale = tl.minimum(tl.maximum(scale, 1), 223)
@@ -161,7 +162,7 @@ def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr):
         tl.store(scale_ptr + row_offset, scale.to(tl.uint8))
     elif V == "fp16":
         v = _cut(v, _dither(word, _V_BITS, 13), 13)
-        biased, multiplier = _fp16_scale(tl.max(_abs_bits(v), 1))
+        biased, multiplier = _fp16_scale(tl.max(abs_bits(v), 1))
         code = (v * multiplier[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
         tl.store(ptr + offset, tl.where(code == 0, 1, code).to(tl.int16).to(tl.float16, bitcast=True))
         tl.store(scale_ptr + row_offset, biased.to(tl.uint8))
@@ -190,16 +191,12 @@ def _store_master(
 
 @triton.jit
 def _store_fp8(weight_ptr, offset, x, multiplier, HARDWARE: tl.constexpr):
-    y = x * multiplier
-    if HARDWARE:
-        tl.store(weight_ptr + offset, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
-    else:
-        tl.store(weight_ptr + offset, _encode(y).to(tl.uint8))
+    tl.store(weight_ptr + offset, encode_bytes(x * multiplier, HARDWARE))
 
 
 @triton.jit
 def _amax(x):
-    return tl.max(tl.max(_abs_bits(x), 1), 0)
+    return tl.max(tl.max(abs_bits(x), 1), 0)
 
 
 @triton.jit
@@ -243,7 +240,7 @@ def _update_blocks(
 ):  # fmt: skip
     """One 128x128 block. Sizes and starts of the local matrix and of the piece within it are in blocks."""
     grad_scale = tl.load(grad_scale_ptr)
-    if _abs_bits(grad_scale) >= 0x7F800000:
+    if abs_bits(grad_scale) >= 0x7F800000:
         return
     cb, rb, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row_block = (matrix0 + e) * row_blocks + rb0 + rb
@@ -294,7 +291,7 @@ def _update_blocks(
     if WEIGHT == "fp8":
         # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
         kept = (amax >= _MIN_FP16) | (MASTER == "fp32")
-        multiplier, inverse = _pow2_scale(tl.where(kept, amax, 0))
+        multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
         multiplier = tl.where(kept, multiplier, 0.0)
         tl.store(weight_scale_ptr + block, inverse)
         _store_fp8(weight_ptr, strip, x0, multiplier, HARDWARE)
@@ -311,7 +308,7 @@ def _update_elements(
 ):  # fmt: skip
     """FP32 states, weight unscaled (BF16) or the master itself."""
     grad_scale = tl.load(grad_scale_ptr)
-    if _abs_bits(grad_scale) >= 0x7F800000:
+    if abs_bits(grad_scale) >= 0x7F800000:
         return
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     ok = i < size
@@ -356,10 +353,7 @@ def _all_fp32(codecs: dict[str, Codec]) -> bool:
 def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
     """Whether a kernel here has these formats and this shape; otherwise the reference runs, on any device."""
     known = all(type(codec) in FORMATS for codec in codecs.values()) and weight.main_grad.is_contiguous()
-    unscaled = weight.data.dtype in (torch.bfloat16, torch.float32)
-    if _all_fp32(codecs) and unscaled:
-        return known
-    return known and (unscaled or weight.data.dtype == torch.float8_e4m3fn) and _whole_blocks(weight)
+    return known and ((_all_fp32(codecs) and weight.scale_inv is None) or _whole_blocks(weight))
 
 
 def _scalars(h: Hyper) -> tuple[float, ...]:
@@ -371,24 +365,42 @@ def update(
 ) -> None:
     """One weight's update in place, as optimizer.update_ref states it."""
     data, grad = weight.data, weight.main_grad
-    parts = [state[role] for role in ("master", "exp_avg", "exp_avg_sq")]
+    parts = [state[role] for role in ROLES]
     x, m, v = (part["data"] for part in parts)
     options = dict(HARDWARE=not INTERPRETED, enable_fp_fusion=False)
-    if x is data:
-        stored = "own"
-    else:
-        stored = "fp8" if weight.scale_inv is not None else "bf16" if data.dtype == torch.bfloat16 else "fp32"
+    stored = _stored(weight) if x is not data else "own"
     if _all_fp32(codecs) and weight.scale_inv is None:
         _update_elements[(triton.cdiv(data.numel(), 1024),)](
             grad, grad_scale, data, x, m, v, data.numel(), *_scalars(h), WEIGHT=stored, SIZE=1024, num_warps=4, **options
         )
-        return
+    else:
+        _launch_blocks(weight, parts, codecs, h, draw, grad_scale, stored, options)
+    if stored == "none":
+        weight.set_(codecs["master"].decode(state["master"]))
+
+
+def _stored(weight: Weight) -> str:
+    """What the kernel writes as the weight; "none" where other tiles or a changing recipe need `Weight.set_`."""
+    if weight.recipe.adaptive or len(weight.scales):
+        return "none"
+    if weight.data.dtype == torch.bfloat16:
+        return "bf16"
+    return "fp8" if weight.spec.fmt == "e4m3" and weight.spec.tile == (BLOCK, BLOCK) else "none"
+
+
+def _launch_blocks(
+    weight: Weight, parts: list[State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor,
+    stored: str, options: dict[str, bool],
+) -> None:  # fmt: skip
+    """One launch for each piece."""
+    data, grad = weight.data, weight.main_grad
+    x, m, v = (part["data"] for part in parts)
     x_scale, m_scale, v_scale = (part.get("scale", part["data"]) for part in parts)
     if m.dtype == torch.float8_e4m3fn:
         m = m.view(torch.uint8)
     weight_scale = data if weight.scale_inv is None else weight.scale_inv
-    codes = data.view(torch.uint8) if weight.scale_inv is not None else data
-    formats = {name: FORMATS[type(codecs[role])] for name, role in (("MASTER", "master"), ("M", "exp_avg"), ("V", "exp_avg_sq"))}
+    codes = data.view(torch.uint8) if data.element_size() == 1 else data
+    formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
     row_blocks, col_blocks = (size // BLOCK for size in data.shape[-2:])
     quads_per_row = weight.global_shape[-1] // 4
     for (matrix0, row0, col0), (matrices, num_rows, num_cols), place in _pieces(weight):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8.optimizer import AdamW
+from fp8.state_codecs import CODECS, new_state
 from fp8.weight import weights
 from model.config import ModelConfig
 from model.router import routers
@@ -157,10 +158,10 @@ def tensors(model: nn.Module, optimizer: AdamW | None, rank: int) -> dict[str, S
 
     Modules may add their own (FP8 scale histories and the like) by a method `checkpoint_tensors() -> {name: Tensor}`.
     """
-    found = {}
+    found, states = {}, optimizer.state() if optimizer is not None else {}
     for name, weight in weights(model) if optimizer is not None else ():
-        for kind, tensor in optimizer.state()[name].items():
-            found[f"{kind}.{name}"] = tensor if isinstance(tensor, Shard) else Shard.like(weight, tensor)
+        for kind, tensor in states[name].items():
+            found[f"{kind}.{name}"] = Shard.like(weight, tensor, optimizer.tile_of(name, kind))
     for name, router in routers(model):
         found[f"expert_bias.{name}"] = Shard.whole(router.expert_bias)
     for name, module in model.named_modules():
@@ -261,8 +262,8 @@ class Checkpointer:
             return None
         state = RunState.read(path)
         state.check(path, self.config.model, self.tokenizer, self.data, warn)
-        for name, weight in weights(self.model):
-            self.optimizer.set_master(name, torch.zeros(weight.data.shape, device=weight.data.device))
+        for name, _ in weights(self.model):
+            self.optimizer.allocate(name)
         self.load(path, state)
         warn(f"resuming {path}, {state.step} steps done")
         return state
@@ -281,10 +282,8 @@ class Checkpointer:
             read_shards(path, wanted, self.mesh.world)
         except ShardError as error:
             raise UserError(f"cannot load checkpoint {path}: {error}") from error
-        for name, weight in weights(self.model):
-            master = self.optimizer.state()[name]["master"]
-            if master is not weight.data:
-                weight.set_(master)
+        for name, _ in weights(self.model):
+            self.optimizer.refresh(name)
         self.optimizer.num_steps = state.num_steps
         rank = self.mesh.world.rank
         if f"rng.{rank}.cpu" in wanted:
@@ -306,11 +305,19 @@ def load_masters(
     """
     try:
         read_shards(path, tensors(model, None, 0), mesh.world)
+        saved = tensor_names(path)
         for group in _groups(weights(model), group_bytes):
-            masters = {name: torch.empty(w.data.shape, dtype=torch.float32, device=w.data.device) for name, w in group}
-            read_shards(path, {f"master.{name}": Shard.like(w, masters[name]) for name, w in group}, mesh.world)
+            codecs = {name: CODECS["master"]["fp16" if f"master.scale.{name}" in saved else "fp32"] for name, _ in group}
+            masters = {name: new_state(codecs[name], w.data.shape, w.data.device) for name, w in group}
+            shards = {
+                f"master.{name}" if part == "data" else f"master.{part}.{name}": Shard.like(w, t, codecs[name].parts[part][1])
+                for name, w in group
+                for part, t in masters[name].items()
+            }
+            read_shards(path, shards, mesh.world)
             for name, weight in group:
-                take(name, masters[name]) if take is not None else weight.set_(masters[name])
+                value = codecs[name].decode(masters.pop(name))
+                take(name, value) if take is not None else weight.set_(value)
     except ShardError as error:
         raise UserError(f"cannot load checkpoint {path}: {error}") from error
 

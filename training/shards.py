@@ -47,9 +47,19 @@ class Shard:
         return Shard(tensor, tuple(tensor.shape), (everything,))
 
     @staticmethod
-    def like(weight: Weight, tensor: Tensor) -> Shard:
-        """A tensor laid out as `weight` is: its master, a moment."""
-        return Shard(tensor, weight.global_shape, weight.pieces)
+    def like(weight: Weight, tensor: Tensor, tile: tuple[int, int] = (1, 1)) -> Shard:
+        """A tensor laid out as `weight` is: its master, a moment; or with one element for each `tile` of it: a scale."""
+        edges = ((1,) * len(weight.global_shape) + tile)[-len(weight.global_shape) :]
+        shape = tuple(-(-n // edge) for n, edge in zip(weight.global_shape, edges, strict=True))
+        pieces = tuple(
+            Piece(
+                tuple(o // edge for o, edge in zip(p.offset, edges, strict=True)),
+                tuple(slice((s.start or 0) // edge, -(-s.stop // edge)) for s, edge in zip(p.local, edges, strict=True)),
+                p.replicas,
+            )
+            for p in weight.pieces
+        )
+        return Shard(tensor, shape, pieces)
 
     def size(self) -> torch.Size:
         return torch.Size(self.global_shape)
@@ -93,8 +103,16 @@ def read_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> None:
     """Fills `shards` in place from `folder`; every rank of `world` calls it.
 
     Raises:
-        ShardError: a tensor is missing, has another global shape, or cannot be read.
+        ShardError: a tensor is missing, has another global shape or format, or cannot be read.
     """
+    try:
+        saved = read_metadata(folder).state_dict_metadata
+    except (OSError, pickle.UnpicklingError, EOFError) as error:
+        raise ShardError(_reason(error)) from error
+    for name, shard in shards.items():
+        dtype = getattr(getattr(saved.get(name), "properties", None), "dtype", shard.tensor.dtype)
+        if dtype != shard.tensor.dtype:  # copying would convert codes without their scales
+            raise ShardError(f"{name} is stored as {dtype}, this run keeps it as {shard.tensor.dtype} (optim.states)")
     reader = _Reader(folder)
     _run(dcp.load, shards, world, storage_reader=reader, planner=_LoadPlanner())
 
