@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,18 +89,19 @@ def idle_bias(idle: bool) -> Tensor:
     return torch.where(torch.arange(CONFIG.num_experts) < 4, 10.0 * idle, 0.0)
 
 
-def backward(model: Transformer, mesh: Mesh, parts: int, num_valid: NumValid | None = None) -> float:
-    """Gradients of this rank's rows of the global batch, in `parts` micro-batches; returns the global loss."""
+def backward(model: Transformer, mesh: Mesh, parts: int, num_valid: NumValid | None = None) -> tuple[float, float]:
+    """Gradients of this rank's rows of the global batch, in `parts` micro-batches; returns global loss and auxiliary losses."""
     tokens, labels = (x.chunk(mesh.dp.size)[mesh.dp.rank] for x in global_batch())
     total = num_valid or count_valid(*global_batch())
-    loss, parts = torch.zeros(()), min(parts, len(tokens))
+    found, parts = torch.zeros(2), min(parts, len(tokens))
     for i, (t, y) in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True)):
         for _, weight in weights(model):
             weight.last_microbatch = i == parts - 1
         losses = model(t, y, total)
         losses.total.backward()
-        loss += losses.total.detach()
-    return all_reduce(loss, mesh.dp, "test").item()
+        found += torch.stack([losses.total.detach(), losses.aux_loss])
+    loss, aux = all_reduce(found, mesh.dp, "test").tolist()
+    return loss, aux
 
 
 def own_part(weight: Weight, whole: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def bits(x: Tensor) -> int:
 
 
 def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
-    """One AdamW step, then three SGD steps from the start again; tensors are this rank's parts."""
+    """One AdamW step, and three SGD steps from the same start; tensors are this rank's parts."""
     model = build(case, mesh)
     named, got = list(weights(model)), {"init": {n: v for n, _, v in initial_values(model, seed=5)}}
     reducer = GradReducer(named, mesh, bucket_bytes=1 << 20)
@@ -137,7 +138,7 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
         optimizer.set_master(name, value)
 
     def gradients() -> Tensor:
-        got["loss"] = backward(model, mesh, case.parts)
+        got["loss"], got["aux"] = backward(model, mesh, case.parts)
         reducer.finish()
         return global_grad_norm(named, mesh)
 
@@ -147,20 +148,19 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
     got["grads"] = {n: w.main_grad.clone() for n, w in named}
     optimizer.step(ADAM["lr"], CLIP / norm.clamp(min=CLIP))
     got["adam"] = {n: s["master"].clone() for n, s in optimizer.state().items()}
-    got["traffic"], first_loss = dict(mesh.traffic.sent), got["loss"]
+    got["traffic"], first, got["first aux"] = dict(mesh.traffic.sent), got["loss"], got["aux"]
 
-    masters = {n: v.clone() for n, v in got["init"].items()}
-    for _, router in routers(model):
-        router.counts.zero_()
-    for step in range(STEPS + 1):
+    masters, grads = got["init"], got["grads"]
+    for step in range(STEPS):  # the first from the gradients that AdamW had
+        scale = LR * CLIP / norm.clamp(min=CLIP)
+        masters = {n: masters[n] - scale * grads[n] for n, _ in named}
+        update_expert_bias(model, mesh.world, 1e-3)
         for name, weight in named:
             weight.set_(masters[name])
             weight.clear_grad()
-        if step < STEPS:
-            scale = LR * CLIP / gradients().clamp(min=CLIP)
-            masters = {n: masters[n] - scale * w.main_grad for n, w in named}
-            update_expert_bias(model, mesh.world, 1e-3)
-    got["sgd"], got["loss"], got["last loss"] = masters, first_loss, got["loss"]
+        if step < STEPS - 1:
+            norm, grads = gradients(), {n: w.main_grad for n, w in named}
+    got["sgd"], got["loss"], got["last loss"] = masters, first, got["loss"]
     got["bias"] = {n: r.expert_bias.clone() for n, r in routers(model)}
     return model, got
 
@@ -170,7 +170,7 @@ def run_case(case: Case, want: dict[str, Any]) -> dict[str, Any]:
     mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence)
     model, got = take_steps(case, mesh)
     named = list(weights(model))
-    seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss")}
+    seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss", "first aux")}
     for key in ("init", "grads", "adam", "sgd"):
         seen[key] = errors(model, got[key], want[key])
     seen["bias"] = {n: (b - want["bias"][n]).abs().max().item() for n, b in got["bias"].items()}
@@ -203,7 +203,12 @@ def reference_run(idle: bool) -> dict[str, Any]:
     ref, batch = fresh(), global_batch()
     loss = ref.loss(*batch)
     loss.backward()
-    want = {"init": init, "loss": loss.item(), "counts": {n: c.tolist() for n, c in ref.counts.items()}}
+    want = {
+        "init": init,
+        "loss": loss.item(),
+        "first aux": ref.loss(*batch, with_ce=False).item(),
+        "counts": {n: c.tolist() for n, c in ref.counts.items()},
+    }
     want["grads"] = {n: w.grad for n, w in ref.weights.items()}
     norm = torch.stack([g.square().sum() for g in want["grads"].values()]).sum().sqrt()
     want["norm"] = norm.item()
@@ -232,3 +237,52 @@ def run_cases(rank: int, size: int, cases: list[Case], path: str) -> dict[Case, 
     """Results by case. `path`: a file with what is expected by `Case.oracle` (as arguments, each tensor is a descriptor)."""
     wants = torch.load(path)
     return {case: run_case(case, wants[case.oracle]) for case in cases}
+
+
+# ---------------------------------------------------------------- what trains the router
+
+
+NO_AUX = replace(CONFIG, aux_loss_weight=0.0, router_z_loss_weight=0.0)
+DOUBLE_AUX = replace(CONFIG, aux_loss_weight=2 * CONFIG.aux_loss_weight, router_z_loss_weight=2 * CONFIG.router_z_loss_weight)
+
+
+def router_gradients_wanted() -> dict[str, dict[str, Tensor]]:
+    """Router gradients of the plain model: main loss alone, auxiliary losses alone."""
+    start = Transformer(CONFIG, recipe_named("fp32"), Mesh.solo(), dtype=torch.float32)
+    want = {}
+    for key, config, with_ce in (("main", NO_AUX, True), ("aux", CONFIG, False)):
+        init = {name: value.requires_grad_() for name, _, value in initial_values(start, seed=5)}
+        ref = Reference(config, init, {n: idle_bias(False) for n, _ in routers(start)})
+        ref.loss(*global_batch(), with_ce=with_ce).backward()
+        want[key] = {name: w.grad for name, w in init.items() if "router" in name}
+    return want
+
+
+def router_gradients(rank: int, size: int, case: Case) -> dict[str, dict[str, Tensor]]:
+    """The same and the doubled auxiliary losses, under a layout."""
+    mesh, found = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence), {}
+    whole = count_valid(*global_batch())
+    never = NumValid(torch.tensor(float("inf")), torch.tensor(float("inf")), whole.tokens)  # cross-entropies over infinity
+    for key, config, valid in (("main", NO_AUX, whole), ("aux", CONFIG, never), ("double", DOUBLE_AUX, never)):
+        model = build(case, mesh, config)
+        named = list(weights(model))
+        reducer = GradReducer(named, mesh)
+        backward(model, mesh, case.parts, valid)
+        reducer.finish()
+        found[key] = {name: w.main_grad.clone() for name, w in named if "router" in name}
+    return found
+
+
+def ties(rank: int, size: int, recipe: str) -> list[tuple[dict[str, int], dict[str, list[int]]]]:
+    """Digests of all gradients, and routing counts, by activation stage, where every router logit ties."""
+    mesh, found = build_mesh(1, size), []
+    for stage in range(5):
+        model = build(Case(ep=size, recipe=recipe, stage=stage), mesh)
+        for _, router in routers(model):
+            router.weight.set_(torch.zeros(router.weight.data.shape))
+        reducer = GradReducer(weights(model), mesh)
+        backward(model, mesh, parts=1)
+        reducer.finish()
+        counts = {name: r.counts.tolist() for name, r in routers(model)}
+        found.append(({name: bits(w.main_grad) for name, w in weights(model)}, counts))
+    return found

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8.qk_norm_rope import apply_rope
 from fp8.rms_norm import rms_norm_ref
+from fp8.route import select_experts
 from fp8.swiglu import swiglu_ref
-from model.attention import apply_rope, attend, rope_tables
+from model.attention import attend, rope_tables
 from model.config import ModelConfig
 from model.experts import routed_experts_ref
 from model.loss import count_valid, mtp_inputs
-from model.router import select_experts
 
 
 @dataclass

@@ -15,7 +15,15 @@ import torch
 
 from parallel.mesh import Mesh
 from tests.helpers import run_ranks
-from tests.parallel.layouts import Case, reference_run, run_cases, take_steps
+from tests.parallel.layouts import (
+    Case,
+    reference_run,
+    router_gradients,
+    router_gradients_wanted,
+    run_cases,
+    take_steps,
+    ties,
+)
 
 SEQUENCE = {1: (True,), 2: (True, False), 4: (True, False)}
 FOUR = [Case(tp, ep, sp, parts=1 + (ep == 2)) for tp in (1, 2, 4) for ep in (1, 2, 4) for sp in SEQUENCE[tp]]
@@ -88,6 +96,10 @@ class TestEveryLayout:
         for where, case, seen in pick(results, FP32 + TWO):
             assert seen["loss"] == pytest.approx(wants[case.oracle]["loss"], rel=1e-6), where
 
+    def test_auxiliary_losses_do_not_depend_on_layout_micro_batches_or_recompute(self, results: dict, wants: dict) -> None:
+        for where, case, seen in pick(results, FP32 + TWO):
+            assert seen["first aux"] == pytest.approx(wants[case.oracle]["first aux"], rel=1e-5), where
+
     def test_initial_weights_are_the_same_bits(self, results: dict) -> None:
         for where, _, seen in pick(results, FP32 + FP8 + TWO):
             assert worst(seen, "init")[0] == 0.0, where
@@ -155,3 +167,22 @@ class TestFp8Layouts:
                 assert {fmt for kind, fmt in seen["traffic"] if kind == "dispatch"} == {"e4m3", "int64"}, where
             if case.tp > 1 and case.sequence:
                 assert seen["traffic"]["tp", "e4m3"] > 0, where
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", [Case(2, 2), Case(2, 4, False), Case(1, 4)], ids=str)
+def test_router_learns_from_the_main_loss_through_dispatch_and_from_auxiliary_losses(case: Case) -> None:
+    want = router_gradients_wanted()
+    for found in run_ranks(4, router_gradients, case):
+        for name in want["main"]:
+            for key in ("main", "aux"):
+                assert want[key][name].norm() > 0
+                assert ((found[key][name] - want[key][name]).norm() / want[key][name].norm()).item() < TOLERANCE, (key, name)
+            assert torch.allclose(found["double"][name], 2 * found["aux"][name], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", ["fp32", "block"])
+def test_recompute_routes_ties_identically(recipe: str) -> None:
+    for stages in run_ranks(2, ties, recipe):
+        assert all(found == stages[0] for found in stages[1:])

@@ -49,7 +49,7 @@ def sail(leg: Leg, mesh: Mesh, folder: Path) -> tuple[list[float], Transformer, 
             weight.set_(optimizer.state()[name]["master"])
     losses = []
     for _ in range(leg.first, leg.last):
-        losses.append(backward(model, mesh, parts=1))
+        losses.append(backward(model, mesh, parts=1)[0])
         reducer.finish()
         optimizer.step(ADAM["lr"], CLIP / global_grad_norm(named, mesh).clamp(min=CLIP))
         update_expert_bias(model, mesh.world, 1e-3)
