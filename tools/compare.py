@@ -1,0 +1,135 @@
+"""The same run under several recipes (or other settings), and the table of their losses.
+
+    python -m tools.compare --config configs/evidence.yaml --recipes bf16,block,tensorwise_delayed --seeds 1,2 train.steps=300
+    python -m tools.compare --config configs/tiny.yaml --set base: --set fast:optim.lr=4e-3,optim.warmup_steps=5
+
+Each run is `train.py`'s own, one after the other in this process: same data in the same order, same initial weights for a seed.
+Recipes that the device cannot run are emulated. Writes OUT/compare.json (every loss) and OUT/compare.md (the table) after each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from train import run
+from training.config import load_config
+from training.errors import UserError, exit_status
+
+TAIL = 0.1  # share of the steps, the last ones, whose losses are averaged
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. Losses in nats a token."""
+
+    name: str
+    seed: int
+    status: int
+    loss: float  # mean of the last tenth of the logged steps
+    val: float
+    seconds: float
+    tokens_per_s: float
+    memory_gb: float
+    losses: list[tuple[int, float]]
+
+
+def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Outcome:
+    """Trains under `settings` and reads what the run logged."""
+    folder = Path(args.out) / f"{name}-{seed}"
+    fixed = [f"run.dir={folder}", f"train.seed={seed}", f"train.log_every={args.log_every}", "checkpoint.every=0", "log.wandb=off"]
+    fixed += ["log.progress=false", "fp8.emulate=true"]
+    config = load_config(args.config, [*fixed, *args.overrides, *settings])
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    status = run(config)
+    seconds = time.perf_counter() - start
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    tail = [loss for step, loss in losses if step > losses[-1][0] * (1 - TAIL)]
+    val = [r["val/loss"] for r in records if "val/loss" in r]
+    speed = statistics.median([r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:] or [0.0])
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Outcome(name, seed, status, statistics.mean(tail), val[-1] if val else float("nan"), seconds, speed, memory, losses)
+
+
+def table(outcomes: list[Outcome], base: str) -> str:
+    """Markdown: means over seeds, and the gap to `base` of the same seeds."""
+    lines = [
+        f"| setting | seeds | train loss | gap to {base} | val loss | gap to {base} | tokens/s | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    by_key = {(o.name, o.seed): o for o in outcomes}
+    for name in dict.fromkeys(o.name for o in outcomes):
+        runs = [o for o in outcomes if o.name == name]
+        mean = lambda key, runs=runs: statistics.mean(getattr(o, key) for o in runs)  # noqa: E731
+        gaps = {}
+        for key in ("loss", "val"):
+            pairs = [(getattr(o, key), getattr(by_key[base, o.seed], key)) for o in runs if (base, o.seed) in by_key]
+            ratios = [100 * (value / reference - 1) for value, reference in pairs]
+            spread = f" (± {statistics.stdev(ratios):.2f})" if len(ratios) > 1 else ""
+            gaps[key] = f"{statistics.mean(ratios):+.3f}%{spread}" if ratios else "-"
+        lines.append(
+            f"| {name} | {len(runs)} | {mean('loss'):.4f} | {gaps['loss']} | {mean('val'):.4f} | {gaps['val']} "
+            f"| {mean('tokens_per_s'):,.0f} | {mean('memory_gb'):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def parse_settings(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> overrides of each setting to compare. Raises UserError for a malformed --set."""
+    found = {name: [f"fp8.recipe={name}"] for name in args.recipes.split(",") if name}
+    for text in args.set:
+        name, colon, values = text.partition(":")
+        if not colon or not name:
+            raise UserError(f"--set {text!r} is not of the form name:section.key=value,section.key=value")
+        found[name] = [value for value in values.split(",") if value]
+    if not found:
+        raise UserError("nothing to compare: give --recipes or --set")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs everything; the table grows after each run, so that an interrupted comparison still has one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--recipes", default="", help="comma-separated recipe names")
+    parser.add_argument("--set", action="append", default=[], help="name:key=value,key=value; may be repeated")
+    parser.add_argument("--seeds", default="1234", help="comma-separated")
+    parser.add_argument("--base", help="what gaps are measured against; the first setting by default")
+    parser.add_argument("--out", default="runs/compare")
+    parser.add_argument("--log-every", type=int, default=5)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(argv)
+    settings = parse_settings(args)
+    base = args.base or next(iter(settings))
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    for seed in map(int, args.seeds.split(",")):
+        for name, values in settings.items():
+            try:
+                outcomes.append(one_run(args, name, values, seed))
+            except Exception as error:  # one recipe that breaks must not take the others' results along
+                print(f"{name}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                continue
+            text = table(outcomes, base)
+            (Path(args.out) / "compare.json").write_text(json.dumps([asdict(o) for o in outcomes]), encoding="utf-8")
+            (Path(args.out) / "compare.md").write_text(text + "\n", encoding="utf-8")
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
