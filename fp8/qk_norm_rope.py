@@ -7,6 +7,8 @@ Shapes: T tokens, H query heads, K key/value heads, d head dimension, r rotary d
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -15,7 +17,7 @@ from fp8.rms_norm import rms_norm_ref
 from fp8.weight import Weight
 
 
-def rope_ref(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first r dimensions by tables [T, 1, r], halves paired (i with i + r/2); the rest passes through."""
     r = cos.shape[-1]
     rotary, rest = x_THd[..., :r], x_THd[..., r:]
@@ -30,55 +32,51 @@ def qk_norm_rope_ref(
     """The differentiable definition: [T, H + 2K, d] -> q [T, H, d], k [T, K, d], v [T, K, d]."""
     kv = (qkv_THd.shape[1] - heads) // 2
     q, k, v = qkv_THd.split([heads, kv, kv], dim=1)
-    return rope_ref(rms_norm_ref(q, wq_d, eps), cos, sin), rope_ref(rms_norm_ref(k, wk_d, eps), cos, sin), v
+    return apply_rope(rms_norm_ref(q, wq_d, eps), cos, sin), apply_rope(rms_norm_ref(k, wk_d, eps), cos, sin), v
+
+
+def _kernels(qkv: Tensor, rope: tuple[Tensor, Tensor]) -> ModuleType | None:
+    """The Triton kernels on a GPU (head dimension a power of two), None for the reference."""
+    d = qkv.shape[-1]
+    if not qkv.is_cuda or d & (d - 1) or rope[0].shape[-1] % 2:
+        return None
+    from fp8 import qk_norm_rope_kernels  # Triton comes with CUDA builds of torch only
+
+    return qk_norm_rope_kernels
+
+
+def _backward_ref(
+    qkv: Tensor, wq_d: Tensor, wk_d: Tensor, cos: Tensor, sin: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dqkv, dwq, dwk) through the reference's graph."""
+    inputs = [t.detach().requires_grad_() for t in (qkv, wq_d, wk_d)]
+    with torch.enable_grad():
+        out = qk_norm_rope_ref(*inputs, cos, sin, dq.shape[1], eps)
+    return torch.autograd.grad(out, inputs, (dq, dk, dv))
 
 
 class _QkNormRope(torch.autograd.Function):
-    """forward (q and k together [T, H + K, d]; v is a view of qkv); backward as in the module's equations, one kernel."""
+    """forward (q, k, v), v a view of qkv; backward as in the module's equations, the norms' gradients into their Weights."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, qkv: Tensor, anchor_q: Tensor, anchor_k: Tensor, wq: Weight, wk: Weight,
         rope: tuple[Tensor, Tensor], heads: int, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        from fp8 import qk_norm_rope_kernels  # Triton comes with CUDA builds of torch only
-
         ctx.save_for_backward(qkv, *rope)
         ctx.wq, ctx.wk, ctx.eps = wq, wk, eps
-        y = qk_norm_rope_kernels.forward(qkv, wq.data, wk.data, *rope, heads, eps)
-        return y[:, :heads], y[:, heads:], qkv[:, y.shape[1] :]
+        kernels = _kernels(qkv, rope)
+        if kernels is None:
+            return qk_norm_rope_ref(qkv, wq.data, wk.data, *rope, heads, eps)
+        qk = kernels.forward(qkv, wq.data, wk.data, *rope, heads, eps)
+        return qk[:, :heads], qk[:, heads:], qkv[:, qk.shape[1] :]
 
     @staticmethod
     def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        from fp8 import qk_norm_rope_kernels
-
-        qkv, cos, sin = ctx.saved_tensors
-        dqkv, dwq, dwk = qk_norm_rope_kernels.backward(qkv, ctx.wq.data, ctx.wk.data, cos, sin, dq, dk, dv, ctx.eps)
-        ctx.wq.add_grad(dwq)
-        ctx.wk.add_grad(dwk)
-        return dqkv, None, None, None, None, None, None, None
-
-
-class _QkNormRopeRef(torch.autograd.Function):
-    """The same interface over the reference: gradients of the two norms go into their Weights."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, qkv: Tensor, anchor_q: Tensor, anchor_k: Tensor, wq: Weight, wk: Weight,
-        rope: tuple[Tensor, Tensor], heads: int, eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(qkv, *rope)
-        ctx.wq, ctx.wk, ctx.heads, ctx.eps = wq, wk, heads, eps
-        q, k, v = qk_norm_rope_ref(qkv, wq.data, wk.data, *rope, heads, eps)
-        return q, k, v.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        saved, cos, sin = ctx.saved_tensors
-        inputs = [t.detach().requires_grad_() for t in (saved, ctx.wq.data, ctx.wk.data)]
-        with torch.enable_grad():
-            out = qk_norm_rope_ref(*inputs, cos, sin, ctx.heads, ctx.eps)
-        dqkv, dwq, dwk = torch.autograd.grad(out, inputs, (dq, dk, dv))
+        qkv, *rope = ctx.saved_tensors
+        kernels = _kernels(qkv, rope)
+        run = kernels.backward if kernels else _backward_ref
+        dqkv, dwq, dwk = run(qkv, ctx.wq.data, ctx.wk.data, *rope, dq, dk, dv, ctx.eps)
         ctx.wq.add_grad(dwq)
         ctx.wk.add_grad(dwk)
         return dqkv, None, None, None, None, None, None, None
@@ -87,14 +85,11 @@ class _QkNormRopeRef(torch.autograd.Function):
 def qk_norm_rope(
     qkv_THd: Tensor, wq: Weight, wk: Weight, rope: tuple[Tensor, Tensor], heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused projection [T, H + 2K, d] -> (q [T, H, d], k [T, K, d], both normed and rotated; v [T, K, d]).
+    """Fused projection [T, H + 2K, d] -> (q [T, H, d], k [T, K, d], both normed and rotated; v [T, K, d], a view).
 
     Args:
         wq, wk: norm weights [d].
         rope: (cos, sin) [T, 1, r].
         heads: H.
     """
-    d = qkv_THd.shape[-1]
-    fused = qkv_THd.is_cuda and d & (d - 1) == 0 and rope[0].shape[-1] % 2 == 0
-    function = _QkNormRope if fused else _QkNormRopeRef
-    return function.apply(qkv_THd, wq.anchor, wk.anchor, wq, wk, rope, heads, eps)
+    return _QkNormRope.apply(qkv_THd, wq.anchor, wk.anchor, wq, wk, rope, heads, eps)

@@ -6,18 +6,21 @@ Shapes: T = B * S tokens (B sequences of S), D features, H query heads, K key/va
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8.activation import Activation
 from fp8.linear import quantize_activation
+from fp8.qk_norm_rope import qk_norm_rope
 from fp8.recipe import Recipe
 from fp8.recompute import recompute_from
-from fp8.rms_norm import rms_norm, rms_norm_quantize
+from fp8.rms_norm import rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight
 from model.config import ModelConfig
@@ -32,15 +35,6 @@ def rope_tables(positions_T: Tensor, rotary_dim: int, theta: float, dtype: torch
     angles = positions_T.float()[:, None] * inv_freq
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rope(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first r dimensions, halves paired (i with i + r/2); the rest passes through."""
-    r = cos.shape[-1]
-    rotary, rest = x_THd[..., :r], x_THd[..., r:]
-    first, second = rotary.chunk(2, dim=-1)
-    rotated = rotary * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([rotated, rest], dim=-1)
 
 
 @dataclass
@@ -75,11 +69,21 @@ def attend(q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, cu_seqlens: Tensor | 
     q, k, v = (x.transpose(1, 2) for x in (q_BSHd, k_BSKd, v_BSKd))
     new, total = q.shape[2], k.shape[2]
     if new == total:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with _fastest(q):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     else:
         mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return y.transpose(1, 2)
+
+
+def _fastest(q: Tensor) -> AbstractContextManager:
+    """On a GPU cuDNN first (forward and backward about twice as fast as flash on Hopper); under determinism flash, whose backward
+    then adds in a fixed order."""
+    if not q.is_cuda:
+        return nullcontext()
+    first = [] if torch.are_deterministic_algorithms_enabled() else [SDPBackend.CUDNN_ATTENTION]
+    return sdpa_kernel([*first, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
 
 
 def _attend_documents(q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -161,7 +165,8 @@ class Attention(nn.Module):
 
     def forward(self, h_TD: Tensor, ctx: Context) -> Tensor:
         eps = self.config.rms_norm_eps
-        x = rms_norm_quantize(h_TD, self.norm, eps, self.qkv, self.stash, f"{self.name}.norm", rebuild=self.stage >= 2)
+        rebuild = self.stage >= 2
+        x = rms_norm_quantize(h_TD, self.norm, eps, self.qkv, self.stash, f"{self.name}.norm", rebuild, plain=False)
         if self.stage >= FREE_QKV and torch.is_grad_enabled():
             y_TD = recompute_from(partial(self._core, ctx), x.edge, self.qkv.anchor, self.stash)
         else:
@@ -172,11 +177,7 @@ class Attention(nn.Module):
         """Normed input [t, D] -> heads' outputs [T, H * d]: qkv, QK-norm, RoPE, attention."""
         c, eps = self.config, self.config.rms_norm_eps
         qkv = column_linear(x, self.qkv, self.tp).view(-1, self.qkv.data.shape[0] // c.head_dim, c.head_dim)
-        heads = c.num_attention_heads // self.tp.size
-        kv_heads = (qkv.shape[1] - heads) // 2
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        q = apply_rope(rms_norm(q, self.q_norm, eps), *ctx.rope)
-        k = apply_rope(rms_norm(k, self.k_norm, eps), *ctx.rope)
+        q, k, v = qk_norm_rope(qkv, self.q_norm, self.k_norm, ctx.rope, c.num_attention_heads // self.tp.size, eps)
         q, k, v = (t.unflatten(0, (ctx.batch, ctx.seq_len)) for t in (q, k, v))
         if ctx.cache is not None:
             k, v = ctx.cache.append(self.name, k, v)

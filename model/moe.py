@@ -22,9 +22,9 @@ from parallel.mesh import Axis, Mesh
 from parallel.sequence import join_tokens, split_normed
 
 
-def router_z_loss(logits_TE: Tensor) -> Tensor:
+def router_z_loss(lse_T: Tensor) -> Tensor:
     """Sum over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5)."""
-    return torch.logsumexp(logits_TE, dim=-1).square().sum()
+    return lse_T.square().sum()
 
 
 def sequence_balance_loss(routing: Routing, seq_len: int, tp: Axis) -> Tensor:
@@ -67,7 +67,7 @@ class MoE(nn.Module):
         y_TD = join_tokens(self.experts(own.edge, start, routing.weights_Tk), self.tp)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
-        z = router_z_loss(routing.logits_TE) / ctx.num_tokens
+        z = router_z_loss(routing.lse_T) / ctx.num_tokens
         aux = c.router_z_loss_weight * z
         if c.aux_loss_weight:
             balance = sequence_balance_loss(routing, ctx.seq_len, self.tp)
@@ -87,6 +87,6 @@ class DenseBlock(nn.Module):
 
     def forward(self, h_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         eps, rebuild = self.config.rms_norm_eps, self.stage >= 2
-        x = rms_norm_quantize(h_TD, self.norm, eps, self.mlp.gate_up, self.stash, f"{self.name}.norm", rebuild)
+        x = rms_norm_quantize(h_TD, self.norm, eps, self.mlp.gate_up, self.stash, f"{self.name}.norm", rebuild, plain=False)
         zero = torch.zeros((), device=h_TD.device)
         return self.mlp(x.edge), zero, zero

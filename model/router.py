@@ -18,7 +18,8 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.recipe import Recipe
 from fp8.rms_norm import Normed
-from fp8.router_gemm import router_gemm, router_wgrad
+from fp8.route import route
+from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad
 from fp8.stash import Ticket
 from fp8.weight import Weight
 from model.config import ModelConfig
@@ -38,7 +39,7 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
         weight, x_TD = ctx.weight, ctx.ticket.pop()
         weight.add_grad(router_wgrad(dlogits_TE, x_TD))
-        return router_gemm(dlogits_TE, weight.data.t()).to(x_TD.dtype), None, None, None
+        return router_dgrad(dlogits_TE, weight.data, x_TD.dtype), None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,23 +49,18 @@ class Routing:
     Attributes:
         ids_Tk: int64 chosen experts, best first.
         weights_Tk: fp32 routing weights, differentiable.
-        logits_TE, scores_TE: fp32, for the auxiliary losses.
+        lse_T, logits_TE: fp32, differentiable, for the auxiliary losses; lse is logsumexp(logits).
     """
 
     ids_Tk: Tensor
     weights_Tk: Tensor
+    lse_T: Tensor
     logits_TE: Tensor
-    scores_TE: Tensor
 
-
-def select_experts(biased_TE: Tensor, n_group: int, topk_group: int, k: int) -> Tensor:
-    """[T, E] biased scores -> int64 [T, k]. Masked groups get -inf, not 0: biased scores can be negative."""
-    grouped = biased_TE.unflatten(-1, (n_group, -1))
-    group_score = grouped.topk(2, dim=-1).values.sum(-1)
-    best = group_score.topk(topk_group, dim=-1, sorted=False).indices
-    keep = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
-    masked = grouped.masked_fill(~keep[:, :, None], float("-inf")).flatten(1)
-    return masked.topk(k, dim=-1).indices
+    @property
+    def scores_TE(self) -> Tensor:
+        """sigmoid(logits), fp32."""
+        return torch.sigmoid(self.logits_TE)
 
 
 class Router(nn.Module):
@@ -88,14 +84,10 @@ class Router(nn.Module):
         """x [T, D] unquantised -> Routing. Counts tokens in training only, and not when a layer is recomputed."""
         c = self.config
         logits_TE = _Logits.apply(x.x_TD, self.weight.anchor, self.weight, x.x_ticket)
-        scores_TE = torch.sigmoid(logits_TE)
-        with torch.no_grad():
-            ids_Tk = select_experts(scores_TE + self.expert_bias, c.n_group, c.topk_group, c.num_experts_per_tok)
-            if self.training and count:
-                self.counts.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())
-        chosen = scores_TE.gather(1, ids_Tk)
-        weights_Tk = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
-        return Routing(ids_Tk, weights_Tk, logits_TE, scores_TE)
+        sizes = (c.n_group, c.topk_group, c.num_experts_per_tok, c.routed_scaling_factor)
+        counts = self.counts if self.training and count else None
+        ids_Tk, weights_Tk, lse_T = route(logits_TE, self.expert_bias, *sizes, counts)
+        return Routing(ids_Tk, weights_Tk, lse_T, logits_TE)
 
 
 def routers(module: nn.Module) -> Iterator[tuple[str, Router]]:

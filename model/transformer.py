@@ -117,7 +117,8 @@ class Transformer(nn.Module):
         return self._head_input(h_TD, self.norm, "norm"), aux_sum, z_sum
 
     def _head_input(self, h_TD: Tensor, norm: Weight, name: str) -> Normed:
-        return rms_norm_quantize(h_TD, norm, self.config.rms_norm_eps, self.head, self.stash, name)
+        plain = self.mtp is not None and norm is self.norm  # the MTP layer reads the trunk's output
+        return rms_norm_quantize(h_TD, norm, self.config.rms_norm_eps, self.head, self.stash, name, plain=plain)
 
     def _loss(self, x: Normed, labels_BS: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         c, tp = self.config, self.mesh.tp

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8.qk_norm_rope import apply_rope
 from fp8.recipe import Recipe
-from model.attention import KVCache, apply_rope, attend, rope_tables
+from model.attention import KVCache, attend, rope_tables
 from model.loss import count_valid, mtp_inputs
 from tests.model.tiny import batch, build, grads
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fp8.recipe import Recipe
+from fp8.route import select_experts
 from model.loss import NumValid, count_valid
 from model.moe import sequence_balance_loss
-from model.router import Routing, bias_update, routers, select_experts, update_expert_bias
+from model.router import Routing, bias_update, routers, update_expert_bias
 from parallel.mesh import Axis, Mesh
 from tests.model.tiny import batch, build, grads, relative_error
 
