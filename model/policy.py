@@ -85,7 +85,8 @@ def apply_recipe(model: nn.Module, recipe: Recipe, num_layers: int) -> None:
 def share_scales(model: nn.Module, mesh: Mesh) -> None:
     """Rows that travel between ranks in a tensorwise recipe have one scale: its amax is the maximum over the ranks they meet on."""
     for _, weight in weights(model):
-        axis = mesh.ep if weight.expert else mesh.tp
+        # under tp the experts' input is gathered over tp too, for the shared expert
+        axis = mesh.tp if not weight.expert else mesh.ep if mesh.tp.size == 1 else mesh.world
         if axis.size > 1 and weight.recipe.is_fp8:
             share_scale(weight, partial(all_reduce, axis=axis, kind="amax", op="max"))
 
