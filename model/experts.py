@@ -5,7 +5,7 @@ Shapes: T tokens, k experts a token, R rows of the padded buffer of this rank, E
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ def routed_experts_ref(x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, w1_E2fD
 class _Call:
     """What the Function needs beside tensors."""
 
-    x: Activation
-    start: PlanStart
+    x: Activation | None
+    start: PlanStart | None
     w1: Weight
     w2: Weight
     stash: Stash
@@ -67,7 +67,8 @@ class _RoutedExperts(torch.autograd.Function):
         del h_R2f
         y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
 
-        ctx.call, ctx.plan, ctx.dtype = call, plan, dtype
+        # x and the start of the plan must not live on with the graph: what backward needs of them is claimed below
+        ctx.call, ctx.plan, ctx.dtype = replace(call, x=None, start=None), plan, dtype
         ctx.w_R = stash.put(f"{name}.weights", w_R).claim()
         ctx.h = stash.put(f"{name}.pre", h_q).claim()
         if call.stage >= 2:
