@@ -23,12 +23,12 @@ from fp8.philox_kernels import draw_arguments, quad_words
 from fp8.quantize_device import abs_bits, decode, encode_bytes, pow2_scale
 from fp8.quantize_kernels import INTERPRETED
 from fp8.recipe import BLOCK
-from fp8.state_codecs import FIELDS, MIN_FP16, Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedE5M3Groups
+from fp8.state_codecs import FIELDS, MIN_FP16, Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedGroups
 from fp8.weight import Weight
 
 _MASTER_BITS, _V_BITS, _M_BITS = (tl.constexpr(FIELDS[role]) for role in ("master", "exp_avg_sq", "exp_avg"))
 _MIN_FP16 = tl.constexpr((127 + int(torch.tensor(MIN_FP16).log2())) << 23)  # its bits
-FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedE5M3Groups: "fp8"}
+FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 LAUNCH = {"num_warps": 8, "maxnreg": 128}  # two programs a multiprocessor: one loads while the other computes
 _SCALARS = [  # never a reason to compile anew
     "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0", "quads_per_row", "quads_per_matrix",
@@ -142,8 +142,9 @@ def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr):
 def _load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
     """exp_avg_sq as fp32."""
     if V == "fp8":
-        scale = tl.load(scale_ptr + row_offset).to(tl.int32) << 23
-        return _float((tl.load(ptr + offset).to(tl.int32) << 20) + scale[:, None])
+        scale = tl.load(scale_ptr + row_offset).to(tl.int32)
+        shift, low = 20 - (scale >> 7), (scale & 127) << 23
+        return _float((tl.load(ptr + offset).to(tl.int32) << shift[:, None]) + low[:, None])
     elif V == "fp16":
         return tl.load(ptr + offset).to(tl.float32) * _exp2(tl.load(scale_ptr + row_offset))[:, None]
     else:
@@ -154,12 +155,15 @@ def _load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
 def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr):
     if V == "fp8":
         bits = abs_bits(v)
-        amax = tl.max(bits, 1)
-        scale = (amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).to(tl.int32)
-        scale = tl.minimum(tl.maximum(scale, 1), 223)
-        code = (bits - (scale << 23)[:, None] + _dither(word, _V_BITS, 20)) >> 20
+        amax, amin = tl.max(bits, 1), tl.min(bits, 1)
+        coarse = (amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).to(tl.int32)
+        fine = (amax >> 23) - 15 + ((amax & 0x7FFFFF) > 0x780000).to(tl.int32)
+        is_fine = ((fine >= 1) & (fine <= 127) & (amin >= (fine << 23))).to(tl.int32)
+        low = tl.where(is_fine > 0, fine, tl.minimum(tl.maximum(coarse, 1), 127))
+        noise = _dither(word, _V_BITS, 20) >> is_fine[:, None]
+        code = (bits - (low << 23)[:, None] + noise) >> (20 - is_fine)[:, None]
         tl.store(ptr + offset, tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8))
-        tl.store(scale_ptr + row_offset, scale.to(tl.uint8))
+        tl.store(scale_ptr + row_offset, (low | (is_fine << 7)).to(tl.uint8))
     elif V == "fp16":
         v = _cut(v, _dither(word, _V_BITS, 13), 13)
         biased, multiplier = _fp16_scale(tl.max(abs_bits(v), 1))

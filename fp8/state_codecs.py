@@ -6,8 +6,8 @@
             bf16     bf16        no scale
                      fp16        power-of-two scale per 1x128 group
             fp8                  E4M3, power-of-two scale per 1x128 group
-                     fp8         E5M3 without sign, power-of-two scale per 1x128 group: v >= 0, so the sign's bit widens the
-                                 range from 2^18 to 2^32 within a group, and no code means zero
+                     fp8         E5M3 or E4M4 without sign, whichever a 1x128 group needs, power-of-two scale per group:
+                                 v >= 0, so the sign's bit buys range or precision; no code means zero
             coat     coat        E4M3 after COAT's range expansion (arXiv 2410.19313), fp32 scale; no kernel, for comparison
 
 Everything is rounded stochastically (coat: to nearest). With power-of-two scales and rounding to nearest the moments freeze:
@@ -171,24 +171,33 @@ class E4M3Groups:
 
 
 @dataclass(frozen=True)
-class UnsignedE5M3Groups:
-    """Code c means 2^(c // 8) * (1 + c % 8 / 8) * 2^(scale - 127): eight steps a binade over 32 binades, no zero.
+class UnsignedGroups:
+    """Code c of a group with low = scale % 128 and M = 3 or 4 mantissa bits: 2^(c >> M) * (1 + c % 2^M / 2^M) * 2^(low - 127).
 
-    What is smaller than 2^-32 of the group's largest v is raised to the smallest code: such a weight moves less, never more.
+    M is the scale's top bit: 4 (sixteen steps a binade, 16 binades) where that range holds the whole group, else 3 (32
+    binades). What is still smaller than 2^-32 of the group's largest v is raised to code 0: such a weight moves less, never
+    more.
     """
 
     role: str = "exp_avg_sq"
     parts = {"data": (torch.uint8, ELEMENT, 0), "scale": (torch.uint8, GROUP, 1)}
 
     def encode(self, x: Tensor, word: Tensor | None) -> State:
+        bits = bits_of(x)
         amax = bits_of(amax_of(x, GROUP))
-        scale = ((amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).long()).clamp(1, 223)
-        fixed = bits_of(x) - spread(scale << 23, GROUP, x.shape)
-        code = ((fixed + dither(word, self.role, 20)) >> 20).clamp(0, 255)
-        return {"data": code.to(torch.uint8), "scale": scale.to(torch.uint8)}
+        amin = 0x7FFFFFFF - amax_of((0x7FFFFFFF - bits).double(), GROUP).long()  # edges are padded with no effect
+        coarse = ((amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).long()).clamp(1, 127)
+        fine = (amax >> 23) - 15 + ((amax & 0x7FFFFF) > 0x780000).long()
+        is_fine = ((fine >= 1) & (fine <= 127) & (amin >= fine << 23)).long()
+        low = torch.where(is_fine > 0, fine, coarse)
+        shift = spread(is_fine, GROUP, x.shape)
+        fixed = bits - spread(low << 23, GROUP, x.shape)
+        code = ((fixed + (dither(word, self.role, 20) >> shift)) >> (20 - shift)).clamp(0, 255)
+        return {"data": code.to(torch.uint8), "scale": (low + (is_fine << 7)).to(torch.uint8)}
 
     def decode(self, state: State) -> Tensor:
-        return float_of((state["data"].long() << 20) + spread(state["scale"].long() << 23, GROUP, state["data"].shape))
+        scale = spread(state["scale"].long(), GROUP, state["data"].shape)
+        return float_of((state["data"].long() << (20 - (scale >> 7))) + ((scale & 127) << 23))
 
 
 @dataclass(frozen=True)
@@ -212,7 +221,7 @@ class Coat:
         floor = spread(top * 2.0**-17, GROUP, x.shape)
         inverse = torch.where(a > 0, 1 / torch.maximum(a, floor), 0.0)  # amax of the inverse is the minimum's
         low = 1 / amax_of(inverse, GROUP)
-        live = (top > 0) & top.isfinite() & low.isfinite()
+        live = (top > 2.0**-100) & top.isfinite()
         top, low = torch.where(live, top, 2.0**-100), torch.where(live, low, 2.0**-100)
         ratio = (top / low).clamp(min=1 + 2.0**-10).log2()
         power = ((16.6 / ratio * 16).floor() / 16).clamp(1, 64)
@@ -234,7 +243,7 @@ CODECS: dict[str, dict[str, Codec]] = {
     "master": {"fp32": Fp32(), "fp16": Fp16("master", SQUARE)},
     "exp_avg": {"fp32": Fp32(), "bf16": Bf16("exp_avg"), "fp8": E4M3Groups(), "coat": Coat("exp_avg")},
     "exp_avg_sq": {
-        "fp32": Fp32(), "bf16": Bf16("exp_avg_sq"), "fp16": Fp16("exp_avg_sq", GROUP), "fp8": UnsignedE5M3Groups(),
+        "fp32": Fp32(), "bf16": Bf16("exp_avg_sq"), "fp16": Fp16("exp_avg_sq", GROUP), "fp8": UnsignedGroups(),
         "coat": Coat("exp_avg_sq"),
     },
 }  # fmt: skip
