@@ -65,6 +65,12 @@ def make_groups(counts_E: Tensor, max_rows: int) -> Groups:
     return Groups(counts, ends - padded, ends, expert, max_rows)
 
 
+def clear_unused(y_RN: Tensor, groups: Groups) -> None:
+    """Zeroes the rows past the last group, in place, for a reader that measures whole tensors (one scale a tensor, health)."""
+    rows = torch.arange(y_RN.shape[0], device=y_RN.device)
+    y_RN.masked_fill_((rows >= groups.ends_E[-1])[:, None], 0)
+
+
 def _slices(groups: Groups) -> list[tuple[int, int, int]]:
     """(expert, first row, real rows) of the experts that have rows. Reads the device: reference paths only."""
     return [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation
-from fp8.grouped_gemm import grouped_gemm_nt, grouped_wgrad
+from fp8.grouped_gemm import clear_unused, grouped_gemm_nt, grouped_wgrad
 from fp8.quantize import requantize_t, transpose
 from fp8.recipe import Recipe
 from fp8.stash import Stash
@@ -63,6 +63,8 @@ class _RoutedExperts(torch.autograd.Function):
         rows_q, w_R, plan = dispatch(x.q, weights_Tk, call.start)
         groups, dtype = plan.perm.groups, carrier_TD.dtype
         h_R2f = grouped_gemm_nt(rows_q, w1.q, groups, dtype)
+        if w2.is_watched:
+            clear_unused(h_R2f, groups)
         h_q, a_q = quantize_pre_activation(h_R2f, w_R, w2, groups.block_expert_B)
         del h_R2f
         y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
@@ -86,6 +88,8 @@ class _RoutedExperts(torch.autograd.Function):
         dy_q = dispatch_rows(w2.quantize_grad(dout_TD), plan)
         w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
         da_Rf = grouped_gemm_nt(dy_q, transpose(w2.q), groups, ctx.dtype)
+        if w1.is_watched:
+            clear_unused(da_Rf, groups)
         a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype, live_B)
         if w2.trainable:
             dy_t, a_t = w2.retile_grad_t(dy_q, live_B), requantize_t(a_q, live_B)
