@@ -1,7 +1,9 @@
 """Head and cross-entropy in one Function: never the whole [T, V] matrix of logits.
 
-Tokens go in chunks (a multiple of 128). Each chunk's logits are made, turned into their own gradient and used for dgrad and wgrad at
-once, in forward; so backward only hands dX on. Shapes: T tokens, D features, V vocabulary of this rank, C tokens of a chunk.
+Tokens go in chunks (a multiple of 128). Each chunk's logits are made, turned into their own gradient and used for dgrad and
+wgrad at once, in forward; so backward only hands dX on.
+
+Shapes: T tokens, D features, V vocabulary of this rank, C tokens of a chunk.
 
     loss = scale * sum_t [ lse_t - logit_t(label) + z * lse_t^2 ]
     dlogits = scale * [ (1 + 2 z lse) * softmax - onehot ],   rows with label -100 are zero

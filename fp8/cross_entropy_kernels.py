@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _load_bf16x4, _row_scales, _store_column, _store_row
+from fp8.device_math import load_bf16x4, store_columns, store_rows
+from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 STATISTICS_COLS, STATISTICS_WARPS = 4096, 8
@@ -43,7 +44,7 @@ def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols,
 def _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, words_ok):
     """dlogits of four neighbouring columns (one word) of 32 rows x 32 words, FP32."""
     row_ok = row < rows
-    x0, x1, x2, x3 = _load_bf16x4(
+    x0, x1, x2, x3 = load_bf16x4(
         x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row_ok[:, None] & words_ok[None, :]
     )
     lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
@@ -66,28 +67,19 @@ def _softmax_gradient(
     x as int64 words of four BF16, q and qt as int32 words of four codes. Rows past the end are zero in the transposed form.
     """
     rb, cb = tl.program_id(0), tl.program_id(1)
-    group = tl.arange(0, 32)
     word = cb * 32 + tl.arange(0, 32)
     words = cols // 4
     ok = word < words
-    row = rb * 128 + 4 * group
+    row = rb * 128 + 4 * tl.arange(0, 32)
     scale = tl.load(scale_ptr)
     a0, a1, a2, a3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, ok)
     b0, b1, b2, b3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 1, rows, words, word, ok)
     c0, c1, c2, c3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 2, rows, words, word, ok)
     d0, d1, d2, d3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 3, rows, words, word, ok)
-    offset = row.to(tl.int64)[:, None] * words + word[None, :]
-    si = si_ptr + cb.to(tl.int64) * rows
-    _store_row(q_ptr, si, row, ok, offset, rows, a0, a1, a2, a3, HARDWARE)
-    _store_row(q_ptr, si, row + 1, ok, offset + words, rows, b0, b1, b2, b3, HARDWARE)
-    _store_row(q_ptr, si, row + 2, ok, offset + 2 * words, rows, c0, c1, c2, c3, HARDWARE)
-    _store_row(q_ptr, si, row + 3, ok, offset + 3 * words, rows, d0, d1, d2, d3, HARDWARE)
-    sit = sit_ptr + rb.to(tl.int64) * cols
-    row_word = rb * 32 + group
-    _store_column(qt_ptr, sit, 4 * word, ok, row_word, words_per_row_t, a0, b0, c0, d0, HARDWARE)
-    _store_column(qt_ptr, sit, 4 * word + 1, ok, row_word, words_per_row_t, a1, b1, c1, d1, HARDWARE)
-    _store_column(qt_ptr, sit, 4 * word + 2, ok, row_word, words_per_row_t, a2, b2, c2, d2, HARDWARE)
-    _store_column(qt_ptr, sit, 4 * word + 3, ok, row_word, words_per_row_t, a3, b3, c3, d3, HARDWARE)
+    store_rows(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, words, word, ok, rows,
+               a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
+    store_columns(qt_ptr, sit_ptr + rb.to(tl.int64) * cols, cb * 128, rb, cols, words_per_row_t,
+                  a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
 
 
 @triton.jit

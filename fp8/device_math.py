@@ -1,17 +1,18 @@
-"""Device functions that the fused kernels share: rounding and FP8 codes, equal to torch's on the GPU and in Triton's interpreter.
+"""Device functions that the fused kernels share: rounding, FP8 codes, and the two forms of a 128x128 block.
 
-The interpreter's own casts to BF16 and FP8 do not round to nearest even, so under it (`HARDWARE` = False) integer arithmetic stands in.
+The interpreter's own casts to BF16 and FP8 do not round to nearest even: under it (`HARDWARE` = False) integer arithmetic
+stands in.
 """
 
 import triton
 import triton.language as tl
 
-from fp8.quantize_kernels import _decode, _encode
+from fp8.quantize_device import decode, flatten4, join4, max4, pack4, pow2_scale, split4, transpose4
 
 
 @triton.jit
 def round_bf16(x, HARDWARE: tl.constexpr):
-    """fp32 -> the nearest BF16 value, as fp32. The interpreter's own cast truncates."""
+    """fp32 -> the nearest BF16 value, as fp32."""
     if HARDWARE:
         return x.to(tl.bfloat16).to(tl.float32)
     else:
@@ -21,18 +22,76 @@ def round_bf16(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def to_code(x, HARDWARE: tl.constexpr):
-    """fp32 within +-448 -> E4M3 code, uint8."""
-    if HARDWARE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        return _encode(x).to(tl.uint8)
-
-
-@triton.jit
-def from_code(code, HARDWARE: tl.constexpr):
-    """E4M3 code, uint8 -> fp32."""
+def decode_bytes(code, HARDWARE: tl.constexpr):
+    """E4M3 codes, one uint8 an element -> fp32."""
     if HARDWARE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        return _decode(code.to(tl.int32))
+        return decode(code.to(tl.int32))
+
+
+@triton.jit
+def load_bf16x4(ptr, mask):
+    """Four neighbouring BF16 columns of each row, as fp32 tensors; ptr to int64 words."""
+    word = tl.load(ptr, mask=mask, other=0)
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+    upper: tl.constexpr = -65536  # 0xFFFF0000
+    return (
+        (low << 16).to(tl.float32, bitcast=True),
+        (low & upper).to(tl.float32, bitcast=True),
+        (high << 16).to(tl.float32, bitcast=True),
+        (high & upper).to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
+def store_rows(
+    q_ptr, si_ptr, rb, words, word, ok, rows,
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Codes with 1x128 tiles of the block of rows 4i (a), 4i + 1 (b), ... and columns 4w (0), 4w + 1 (1), ...
+
+    Args:
+        q_ptr: int32 words, `words` a row; `word` [32] are the block's, valid where `ok`.
+        si_ptr: inverse scales of this block of columns, one a row.
+    """
+    peaks = join4(max4(a0, a1, a2, a3), max4(b0, b1, b2, b3), max4(c0, c1, c2, c3), max4(d0, d1, d2, d3))
+    multiplier, inverse = pow2_scale(tl.max(peaks, 1))
+    row = rb * 128 + tl.arange(0, 128)
+    tl.store(si_ptr + row, flatten4(inverse), mask=row < rows)
+    m0, m1, m2, m3 = split4(multiplier)
+    m0, m1, m2, m3 = m0[:, None], m1[:, None], m2[:, None], m3[:, None]
+    row = rb * 128 + 4 * tl.arange(0, 32)
+    q = q_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
+    tl.store(q, pack4(a0 * m0, a1 * m0, a2 * m0, a3 * m0, HARDWARE), mask=(row < rows)[:, None] & ok[None, :])
+    q += words
+    tl.store(q, pack4(b0 * m1, b1 * m1, b2 * m1, b3 * m1, HARDWARE), mask=(row + 1 < rows)[:, None] & ok[None, :])
+    q += words
+    tl.store(q, pack4(c0 * m2, c1 * m2, c2 * m2, c3 * m2, HARDWARE), mask=(row + 2 < rows)[:, None] & ok[None, :])
+    q += words
+    tl.store(q, pack4(d0 * m3, d1 * m3, d2 * m3, d3 * m3, HARDWARE), mask=(row + 3 < rows)[:, None] & ok[None, :])
+
+
+@triton.jit
+def store_columns(
+    qt_ptr, sit_ptr, first_col, rb, cols, words_t,
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The same block transposed, with tiles along rows.
+
+    Args:
+        qt_ptr: int32 words, `words_t` a row of the transposed matrix; `first_col` is the block's first row of it.
+        sit_ptr: inverse scales of this block of rows, one a column; columns past `cols` are not stored.
+    """
+    peaks = join4(max4(a0, b0, c0, d0), max4(a1, b1, c1, d1), max4(a2, b2, c2, d2), max4(a3, b3, c3, d3))
+    multiplier, inverse = pow2_scale(tl.max(peaks, 0))
+    col = first_col + tl.arange(0, 128)
+    tl.store(sit_ptr + col, flatten4(inverse), mask=col < cols)
+    m0, m1, m2, m3 = split4(multiplier)
+    m0, m1, m2, m3 = m0[None, :], m1[None, :], m2[None, :], m3[None, :]
+    w0 = pack4(a0 * m0, b0 * m0, c0 * m0, d0 * m0, HARDWARE)
+    w1 = pack4(a1 * m1, b1 * m1, c1 * m1, d1 * m1, HARDWARE)
+    w2 = pack4(a2 * m2, b2 * m2, c2 * m2, d2 * m2, HARDWARE)
+    w3 = pack4(a3 * m3, b3 * m3, c3 * m3, d3 * m3, HARDWARE)
+    offset = col.to(tl.int64)[:, None] * words_t + (rb * 32 + tl.arange(0, 32))[None, :]
+    tl.store(qt_ptr + offset, transpose4(w0, w1, w2, w3), mask=(col < cols)[:, None])

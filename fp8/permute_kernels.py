@@ -148,7 +148,7 @@ def _place_slots(ids_ptr, before_ptr, starts_ptr, row_ptr, slot_ptr, count, expe
 
 
 def gather_rows(x: Quantized, index_R: Tensor, per_source: int, live_B: Tensor | None) -> Quantized:
-    """y[r] = x[index[r] // per_source], rows of any format of whole words; negative: zero with scale 1. `live_B` as in quantize.py."""
+    """y[r] = x[index[r] // per_source], rows of whole words; negative: zero, scale 1. `live_B` as in quantize.py."""
     (sources, _), rows = x.shape, index_R.numel()
     data = x.data.contiguous()
     words = data[0].nbytes // 4 if sources else x.data.shape[1] * x.data.element_size() // 4

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.device_math import round_bf16, to_code
-from fp8.quantize_kernels import BLOCK, INTERPRETED, _abs_bits, _empty_fp8, _pow2_scale, _row_scales
+from fp8.device_math import round_bf16
+from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
+from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 TILE = 8192  # values of one program's tile: 4 rows of 2048
@@ -47,8 +48,8 @@ def _rms_norm(
     if PLAIN:
         tl.store(x_ptr + offset, x, mask=ok)
     if QUANTIZE:
-        multiplier, inverse = _pow2_scale(tl.max(_abs_bits(x), 2))
-        tl.store(q_ptr + offset, to_code(x * multiplier[:, :, None], HARDWARE), mask=ok)
+        multiplier, inverse = pow2_scale(tl.max(abs_bits(x), 2))
+        tl.store(q_ptr + offset, encode_bytes(x * multiplier[:, :, None], HARDWARE), mask=ok)
         si_ok = (row < rows)[:, None] & (block * 128 < dim)[None, :]
         tl.store(si_ptr + block.to(tl.int64)[None, :] * rows + row[:, None], inverse, mask=si_ok)
 

@@ -1,4 +1,4 @@
-"""The router's choice: sigmoid scores, group-limited top-k of (score + bias), normalised weights. Reference, then the public function.
+"""The router's choice: sigmoid scores, group-limited top-k of (score + bias), normalised weights.
 
 Shapes: T tokens, E experts in n_group groups, k experts a token.
 

@@ -9,23 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.device_math import from_code, round_bf16, to_code
-from fp8.quantize_kernels import (
-    BLOCK,
-    INTERPRETED,
-    _abs_bits,
-    _empty_fp8,
-    _load_bf16x4,
-    _load_fp8x4,
-    _pow2_scale,
-    _row_scales,
-    _store_column,
-    _store_row,
-)
+from fp8.device_math import decode_bytes, load_bf16x4, round_bf16, store_columns, store_rows
+from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale, unpack4
+from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 FORWARD_ROWS, FORWARD_WARPS = 32, 4  # 64 FP32 values of gate and up a thread
-BACKWARD_WARPS = 16  # 32 words of dH and 24 of inputs a thread; 8 warps spill
+BACKWARD_WARPS = 16
 
 
 @triton.jit
@@ -38,11 +28,11 @@ def _pre_activation(
         inverse = tl.load(si_ptr + block * rows + row, mask=row_ok, other=0.0)
     else:
         x = tl.load(h_ptr + offset, mask=row_ok[:, None], other=0.0).to(tl.float32)
-        multiplier, inverse = _pow2_scale(tl.max(_abs_bits(x), 1))
-        code = to_code(x * multiplier[:, None], HARDWARE)
+        multiplier, inverse = pow2_scale(tl.max(abs_bits(x), 1))
+        code = encode_bytes(x * multiplier[:, None], HARDWARE)
         tl.store(q_ptr + offset, code, mask=row_ok[:, None])
         tl.store(si_ptr + block * rows + row, inverse, mask=row_ok)
-    return from_code(code, HARDWARE) * inverse[:, None]
+    return decode_bytes(code, HARDWARE) * inverse[:, None]
 
 
 @triton.jit
@@ -66,8 +56,8 @@ def _swiglu_quantize(
     if WEIGHTED:
         a *= tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
     a = round_bf16(a, HARDWARE)
-    multiplier, inverse = _pow2_scale(tl.max(_abs_bits(a), 1))
-    code = to_code(a * multiplier[:, None], HARDWARE)
+    multiplier, inverse = pow2_scale(tl.max(abs_bits(a), 1))
+    code = encode_bytes(a * multiplier[:, None], HARDWARE)
     tl.store(aq_ptr + row[:, None] * width + col[None, :], code, mask=row_ok[:, None])
     tl.store(asi_ptr + cb * rows + row, inverse, mask=row_ok)
 
@@ -90,19 +80,21 @@ def _swiglu_grad_row(
     row_ok = row < rows
     src = hq_ptr + row.to(tl.int64)[:, None] * (2 * words) + word[None, :]
     gate_si = hsi_ptr + cb.to(tl.int64) * rows
-    g0, g1, g2, g3 = _load_fp8x4(src, gate_si, row, rows, words_ok, HARDWARE)
-    up_si = gate_si + (words // 32).to(tl.int64) * rows
-    u0, u1, u2, u3 = _load_fp8x4(src + words, up_si, row, rows, words_ok, HARDWARE)
+    ok = row_ok[:, None] & words_ok[None, :]
+    g0, g1, g2, g3 = unpack4(tl.load(src, mask=ok, other=0), HARDWARE)
+    u0, u1, u2, u3 = unpack4(tl.load(src + words, mask=ok, other=0), HARDWARE)
+    gate = tl.load(gate_si + row, mask=row_ok, other=0.0)[:, None]
+    up = tl.load(gate_si + (words // 32).to(tl.int64) * rows + row, mask=row_ok, other=0.0)[:, None]
     da_src = da_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
-    d0, d1, d2, d3 = _load_bf16x4(da_src, row_ok[:, None] & words_ok[None, :])
+    d0, d1, d2, d3 = load_bf16x4(da_src, ok)
     if WEIGHTED:
         w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
     else:
         w = 1.0
-    g0, u0, d0 = _swiglu_grad(g0, u0, d0, w)
-    g1, u1, d1 = _swiglu_grad(g1, u1, d1, w)
-    g2, u2, d2 = _swiglu_grad(g2, u2, d2, w)
-    g3, u3, d3 = _swiglu_grad(g3, u3, d3, w)
+    g0, u0, d0 = _swiglu_grad(g0 * gate, u0 * up, d0, w)
+    g1, u1, d1 = _swiglu_grad(g1 * gate, u1 * up, d1, w)
+    g2, u2, d2 = _swiglu_grad(g2 * gate, u2 * up, d2, w)
+    g3, u3, d3 = _swiglu_grad(g3 * gate, u3 * up, d3, w)
     if WEIGHTED:
         tl.store(dw_ptr + cb.to(tl.int64) * rows + row, tl.sum((d0 + d1) + (d2 + d3), 1), mask=row_ok)
     return g0, g1, g2, g3, u0, u1, u2, u3
@@ -121,11 +113,10 @@ def _swiglu_backward(
     if LIVE:
         if tl.load(live_ptr + rb) < 0:
             return
-    group = tl.arange(0, 32)
     words = width // 4
     word = cb * 32 + tl.arange(0, 32)
     ok = word < words
-    r0 = rb * 128 + 4 * group
+    r0 = rb * 128 + 4 * tl.arange(0, 32)
     a0, a1, a2, a3, e0, e1, e2, e3 = _swiglu_grad_row(
         hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
     b0, b1, b2, b3, f0, f1, f2, f3 = _swiglu_grad_row(
@@ -134,29 +125,16 @@ def _swiglu_backward(
         hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 2, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
     d0, d1, d2, d3, h0, h1, h2, h3 = _swiglu_grad_row(
         hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 3, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
-    offset = r0.to(tl.int64)[:, None] * (2 * words) + word[None, :]
     si = si_ptr + cb.to(tl.int64) * rows
-    _store_row(q_ptr, si, r0, ok, offset, rows, a0, a1, a2, a3, HARDWARE)
-    _store_row(q_ptr, si, r0 + 1, ok, offset + 2 * words, rows, b0, b1, b2, b3, HARDWARE)
-    _store_row(q_ptr, si, r0 + 2, ok, offset + 4 * words, rows, c0, c1, c2, c3, HARDWARE)
-    _store_row(q_ptr, si, r0 + 3, ok, offset + 6 * words, rows, d0, d1, d2, d3, HARDWARE)
+    store_rows(q_ptr, si, rb, 2 * words, word, ok, rows,
+               a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
+    store_rows(q_ptr + words, si + (words // 32).to(tl.int64) * rows, rb, 2 * words, word, ok, rows,
+               e0, e1, e2, e3, f0, f1, f2, f3, g0, g1, g2, g3, h0, h1, h2, h3, HARDWARE)  # fmt: skip
     sit = sit_ptr + rb.to(tl.int64) * (2 * width)
-    rw = rb * 32 + group
-    _store_column(qt_ptr, sit, 4 * word, ok, rw, words_per_row_t, a0, b0, c0, d0, HARDWARE)
-    _store_column(qt_ptr, sit, 4 * word + 1, ok, rw, words_per_row_t, a1, b1, c1, d1, HARDWARE)
-    _store_column(qt_ptr, sit, 4 * word + 2, ok, rw, words_per_row_t, a2, b2, c2, d2, HARDWARE)
-    _store_column(qt_ptr, sit, 4 * word + 3, ok, rw, words_per_row_t, a3, b3, c3, d3, HARDWARE)
-    offset += words
-    si += (words // 32).to(tl.int64) * rows
-    _store_row(q_ptr, si, r0, ok, offset, rows, e0, e1, e2, e3, HARDWARE)
-    _store_row(q_ptr, si, r0 + 1, ok, offset + 2 * words, rows, f0, f1, f2, f3, HARDWARE)
-    _store_row(q_ptr, si, r0 + 2, ok, offset + 4 * words, rows, g0, g1, g2, g3, HARDWARE)
-    _store_row(q_ptr, si, r0 + 3, ok, offset + 6 * words, rows, h0, h1, h2, h3, HARDWARE)
-    col = width + 4 * word
-    _store_column(qt_ptr, sit, col, ok, rw, words_per_row_t, e0, f0, g0, h0, HARDWARE)
-    _store_column(qt_ptr, sit, col + 1, ok, rw, words_per_row_t, e1, f1, g1, h1, HARDWARE)
-    _store_column(qt_ptr, sit, col + 2, ok, rw, words_per_row_t, e2, f2, g2, h2, HARDWARE)
-    _store_column(qt_ptr, sit, col + 3, ok, rw, words_per_row_t, e3, f3, g3, h3, HARDWARE)
+    store_columns(qt_ptr, sit, cb * 128, rb, width, words_per_row_t,
+                  a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
+    store_columns(qt_ptr, sit, width + cb * 128, rb, 2 * width, words_per_row_t,
+                  e0, e1, e2, e3, f0, f1, f2, f3, g0, g1, g2, g3, h0, h1, h2, h3, HARDWARE)  # fmt: skip
 
 
 @triton.jit
@@ -178,8 +156,8 @@ def _swiglu_plain(
     narrow = row[:, None] * width + col[None, :]
     if STORED:
         si = si_ptr + cb * rows + row
-        g = from_code(tl.load(h_ptr + wide, mask=ok, other=0), HARDWARE)
-        u = from_code(tl.load(h_ptr + wide + width, mask=ok, other=0), HARDWARE)
+        g = decode_bytes(tl.load(h_ptr + wide, mask=ok, other=0), HARDWARE)
+        u = decode_bytes(tl.load(h_ptr + wide + width, mask=ok, other=0), HARDWARE)
         g *= tl.load(si, mask=row_ok, other=0.0)[:, None]
         u *= tl.load(si + width // 128 * rows.to(tl.int64), mask=row_ok, other=0.0)[:, None]
     else:
@@ -219,8 +197,8 @@ def quantize_swiglu(
     a_q = Quantized(_empty_fp8(rows, width, like=data), _row_scales(rows, width, data), (1, BLOCK))
     grid = (width // BLOCK, triton.cdiv(rows, FORWARD_ROWS))
     _swiglu_quantize[grid](
-        data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv, a_q.scale_inv if w_R is None else w_R,
-        a_q.data.view(torch.uint8), a_q.scale_inv, a_q.scale_inv if live_B is None else live_B, rows, width,
+        data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv,
+        a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.uint8), a_q.scale_inv, a_q.scale_inv if live_B is None else live_B, rows, width,
         ROWS=FORWARD_ROWS, STORED=stored, WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
         num_warps=FORWARD_WARPS,
     )  # fmt: skip

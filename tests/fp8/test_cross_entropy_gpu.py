@@ -1,0 +1,47 @@
+"""Softmax statistics and gradient against float64; the head against the reference."""
+
+import pytest
+import torch
+
+from fp8 import cross_entropy_kernels as kernels
+from fp8.cross_entropy import IGNORE
+from tests.fp8.kernel_checks import DEVICE, INTERPRETED, assert_quantized, marks, randn
+
+pytestmark = marks
+SIZES = [(1, 128), (150, 784)] if INTERPRETED else [(1, 128), (150, 784), (256, 8192), (2048, 157184)]
+
+
+def drawn(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, some rows of which are confident, and labels, some ignored."""
+    logits = randn(rows, cols, scale=4.0)
+    labels = torch.randint(0, cols, (rows,), device=DEVICE)
+    confident = torch.arange(0, rows, 3, device=DEVICE)
+    logits[confident, labels[confident]] = 30.0
+    labels[rows // 2 : rows // 2 + rows // 5] = IGNORE
+    return logits, labels
+
+
+@pytest.mark.parametrize("z", [0.0, 1e-3])
+@pytest.mark.parametrize("rows, cols", SIZES)
+def test_statistics_and_gradient(rows: int, cols: int, z: float) -> None:
+    logits, labels = drawn(rows, cols)
+    valid = labels != IGNORE
+    column = torch.where(valid, labels, kernels.NO_LABEL)
+    peak, total, picked = kernels.statistics(logits, column)
+    x = logits.double()
+    lse64 = torch.logsumexp(x, -1)
+    lse = peak + total.log()
+    torch.testing.assert_close(lse.double(), lse64, rtol=1e-6, atol=1e-5)
+    assert torch.equal(picked, torch.where(valid, logits.float().gather(1, column.clamp(min=0)[:, None])[:, 0], 0.0))
+
+    scale = torch.tensor(1 / 1234, device=DEVICE)
+    factor = torch.where(valid, 1 + 2 * z * lse, 0.0)
+    onehot = torch.zeros_like(x).scatter_(1, column.clamp(min=0)[:, None], 1.0)
+    want = scale.double() * valid[:, None] * ((1 + 2 * z * lse64)[:, None] * (x - lse.double()[:, None]).exp() - onehot)
+    rows_q, columns_q = kernels.gradient(logits, lse, factor, column, scale)
+    cancels = 3e-7 * scale.item()  # p - 1 of a confident row
+    assert_quantized(rows_q, want, slack=1e-4, atol=cancels)
+    assert_quantized(columns_q, torch.nn.functional.pad(want, (0, 0, 0, -rows % 128)).t(), slack=1e-4, atol=cancels)
+    plain = kernels.gradient_in_place(logits.float(), lse, factor, column, scale)
+    torch.testing.assert_close(plain.double(), want, rtol=1e-4, atol=cancels)
+    assert (plain[~valid] == 0).all()

@@ -1,0 +1,47 @@
+"""RMSNorm kernels against float64."""
+
+import pytest
+import torch
+
+from fp8 import rms_norm_kernels as kernels
+from fp8.quantize import quantize_ref
+from fp8.rms_norm import rms_norm_ref
+from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, marks, randn, same_bytes
+
+pytestmark = marks
+SIZES = [(1, 128), (7, 272)] if INTERPRETED else [(1, 128), (7, 272), (1000, 2048), (333, 4096), (100, 8192), (16384, 2048)]
+EPS = 1e-6
+
+
+def definition(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * w
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, dim", SIZES)
+def test_forward(rows: int, dim: int, dtype: torch.dtype) -> None:
+    h, w = randn(rows, dim, dtype=dtype, scale=3.0), torch.rand(dim, device=DEVICE) + 0.5
+    x, q = kernels.rms_norm(h, w, EPS, plain=True, quantized=True)
+    bound = 2**-7 if dtype == torch.bfloat16 else 1e-5  # two roundings to BF16
+    torch.testing.assert_close(x.double(), definition(h.double(), w.double()), rtol=bound, atol=1e-6)
+    torch.testing.assert_close(x, rms_norm_ref(h, w, EPS), rtol=bound, atol=1e-6)
+    assert same_bytes(q, quantize_ref(x, ROW)), "the codes are not those of the rows handed out"
+    assert same_bytes(q, kernels.rms_norm(h, w, EPS, plain=False, quantized=True)[1]), "recomputation differs"
+    assert torch.equal(x, kernels.rms_norm(h, w, EPS, plain=True, quantized=False)[0]), "recomputation differs"
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, dim", SIZES)
+def test_backward(rows: int, dim: int, dtype: torch.dtype, inputs: int) -> None:
+    h, w = randn(rows, dim, dtype=dtype), torch.rand(dim, device=DEVICE) + 0.5
+    given = [randn(rows, dim, dtype=dtype) if i < inputs else None for i in range(3)]
+    dh, dw = kernels.backward(h, w, *given, EPS)
+    h64, w64 = h.double().requires_grad_(), w.double().requires_grad_()
+    dx = given[0].double() + (given[1].double() if inputs > 1 else 0)
+    want_dh, want_dw = torch.autograd.grad(definition(h64, w64), (h64, w64), dx)
+    want_dh = want_dh + (given[2].double() if inputs > 2 else 0)
+    low = dtype == torch.bfloat16
+    torch.testing.assert_close(dh.double(), want_dh, rtol=2**-8 if low else 1e-5, atol=2e-5)
+    assert (dw - want_dw).norm() <= (2**-8 if low else 1e-5) * want_dw.norm()
+    assert torch.equal(dw, kernels.backward(h, w, *given, EPS)[1]), "dw differs between two runs"

@@ -1,0 +1,60 @@
+"""Routing kernels against the reference, and the router's GEMMs against float64."""
+
+import pytest
+import torch
+
+from fp8 import route_kernels as kernels
+from fp8.route import route_ref
+from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad
+from tests.fp8.kernel_checks import DEVICE, INTERPRETED, marks, randn
+
+pytestmark = marks
+SIZES = [(37, 32, 8, 4, 4), (5, 16, 1, 1, 3)] + ([] if INTERPRETED else [(4096, 256, 8, 4, 8), (1001, 64, 8, 2, 6)])
+FACTOR = 2.5
+
+
+@pytest.mark.parametrize("tokens, experts, groups, topk_group, k", SIZES)
+def test_choice_weights_counts_and_gradient(tokens: int, experts: int, groups: int, topk_group: int, k: int) -> None:
+    logits = torch.randn(tokens, experts, device=DEVICE).requires_grad_()
+    bias = torch.randn(experts, device=DEVICE) * 0.1
+    counts = torch.full((experts,), 7, dtype=torch.int64, device=DEVICE)
+    ids, weights, lse = kernels.route(logits.detach(), bias, groups, topk_group, k, FACTOR, counts)
+    want_ids, want_weights, want_lse = route_ref(logits, bias, groups, topk_group, k, FACTOR)
+    same = (ids == want_ids).all(1)
+    assert same.float().mean() > 0.998  # scores may differ in their last bit, so near ties may fall the other way
+    torch.testing.assert_close(weights[same], want_weights[same].detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, want_lse.detach(), rtol=1e-6, atol=1e-5)
+    assert torch.equal(counts - 7, torch.bincount(ids.flatten(), minlength=experts))
+
+    dweights, dlse = torch.randn(tokens, k, device=DEVICE), torch.randn(tokens, device=DEVICE)
+    got = kernels.route_backward(logits.detach(), ids, lse, dweights, dlse, FACTOR)
+    (want,) = torch.autograd.grad((want_weights, want_lse), logits, (dweights, dlse))
+    torch.testing.assert_close(got[same], want[same], rtol=1e-4, atol=1e-6)
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    logits = torch.zeros(9, 16, device=DEVICE)
+    ids = kernels.route(logits, torch.zeros(16, device=DEVICE), 4, 2, 3, FACTOR, None)[0]
+    assert torch.equal(ids, torch.arange(3, device=DEVICE).expand(9, 3))
+
+
+def test_split_is_exact() -> None:
+    x = torch.randn(37, 32, device=DEVICE) * torch.exp2(torch.randint(-20, 20, (37, 32), device=DEVICE).float())
+    rows = kernels.split_bf16(x, (2, 1, 0, 0), along_rows=True).float().view(4, 37, 32)
+    columns = kernels.split_bf16(x, (0, 1, 0, 2), along_rows=False).float().view(37, 4, 32)
+    assert torch.equal(rows[0] + rows[1] + rows[2], x) and torch.equal(rows[3], rows[2])
+    assert torch.equal(columns[:, 3] + columns[:, 1] + columns[:, 0], x) and torch.equal(columns[:, 2], columns[:, 0])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the products are library calls on a GPU")
+def test_gemms_have_fp32_accuracy() -> None:
+    x, w, dy = randn(4096, 2048), randn(256, 2048, dtype=torch.float32, scale=0.02), randn(4096, 256, dtype=torch.float32)
+    x64, w64, dy64 = x.double(), w.double(), dy.double()
+
+    def error(got: torch.Tensor, want: torch.Tensor) -> float:
+        return ((got.double() - want).norm() / want.norm()).item()
+
+    assert error(router_gemm(x, w), x64 @ w64.t()) < 1e-6
+    assert error(router_wgrad(dy, x), dy64.t() @ x64) < 1e-6
+    exact = (dy64 @ w64).bfloat16()
+    assert error(router_dgrad(dy, w, torch.bfloat16), exact) < 1e-3  # a few values near a BF16 tie round the other way

@@ -1,0 +1,65 @@
+"""SwiGLU kernels against float64 from the same stored bytes."""
+
+import pytest
+import torch
+
+from fp8 import swiglu_kernels as kernels
+from fp8.quantize import quantize_ref
+from fp8.quantized import Quantized
+from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, assert_quantized, marks, randn, same_bytes
+
+pytestmark = marks
+SIZES = [(1, 128), (130, 256)] if INTERPRETED else [(1, 128), (130, 256), (1000, 512), (4096, 1408)]
+
+
+def definition(h: torch.Tensor, w: torch.Tensor | None, da: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(a, dh, dw) in float64."""
+    h = h.double().requires_grad_()
+    w = torch.ones(h.shape[0], device=h.device, dtype=torch.float64) if w is None else w.double()
+    w.requires_grad_()
+    g, u = h.chunk(2, -1)
+    a = g * torch.sigmoid(g) * u * w[:, None]
+    return a.detach(), *torch.autograd.grad(a, (h, w), da.double())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows, width", SIZES)
+def test_forward_and_backward(rows: int, width: int, weighted: bool) -> None:
+    h, da = randn(rows, 2 * width, scale=3.0), randn(rows, width, scale=1e-3)
+    w = torch.rand(rows, device=DEVICE) if weighted else None
+    h_q, a_q = kernels.quantize_swiglu(h, w)
+    assert same_bytes(h_q, quantize_ref(h, ROW))
+    assert same_bytes(a_q, kernels.quantize_swiglu(h_q, w)[1]), "recomputation differs from the first forward"
+    a, dh, dw = definition(h_q.dequantize(), w, da)
+    assert_quantized(a_q, a, slack=2**-8)  # rounded to BF16 on the way
+    dh_q, dh_t, dw_R = kernels.backward(h_q, w, da)
+    assert_quantized(dh_q, dh, slack=1e-4)
+    assert_quantized(dh_t, torch.nn.functional.pad(dh, (0, 0, 0, -rows % 128)).t(), slack=1e-4)
+    if weighted:
+        torch.testing.assert_close(dw_R.double(), dw, rtol=1e-4, atol=1e-5 * dw.abs().max().item())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("rows, width", SIZES)
+def test_unquantised(rows: int, width: int, stored: bool) -> None:
+    h, da, w = randn(rows, 2 * width), randn(rows, width), torch.rand(rows, device=DEVICE)
+    h_q = quantize_ref(h, ROW) if stored else Quantized.unscaled(h)
+    a, dh, dw = definition(h_q.dequantize(), w, da)
+    torch.testing.assert_close(kernels.plain(h_q, w, None, None)[0].double(), a, rtol=2**-8, atol=1e-6)
+    got_dh, got_dw = kernels.plain(h_q, w, da, None)
+    torch.testing.assert_close(got_dh.double(), dh, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(got_dw.double(), dw, rtol=1e-4, atol=1e-4)
+
+
+def test_dead_blocks_are_neither_read_nor_written() -> None:
+    rows, width = 384, 128
+    h, da, w = randn(rows, 2 * width), randn(rows, width), torch.rand(rows, device=DEVICE)
+    live = torch.tensor([0, 3, -1], dtype=torch.int32, device=DEVICE)
+    clean = kernels.quantize_swiglu(h[:256].contiguous(), w[:256])
+    h[256:], da[256:], w[256:] = float("nan"), float("nan"), float("nan")
+    h_q, a_q = kernels.quantize_swiglu(h, w, live)
+    assert same_bytes(h_q, clean[0], 256) and same_bytes(a_q, clean[1], 256)
+    dh_q, dh_t, dw = kernels.backward(h_q, w, da, live)
+    want_q, want_t, want_dw = kernels.backward(clean[0], w[:256], da[:256].contiguous())
+    assert same_bytes(dh_q, want_q, 256) and torch.equal(dw[:256], want_dw)
+    assert torch.equal(dh_t.data.view(torch.uint8)[:, :256], want_t.data.view(torch.uint8))
