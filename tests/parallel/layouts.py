@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fp8.optimizer import AdamW
 from fp8.recipe import recipe_named
+from fp8.scaling import role_scales, update_scales
 from fp8.weight import Weight, weights
 from model.config import ModelConfig
 from model.loss import NumValid, count_valid
@@ -140,6 +142,7 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
     def gradients() -> Tensor:
         got["loss"], got["aux"] = backward(model, mesh, case.parts)
         reducer.finish()
+        update_scales(model, partial(all_reduce, axis=mesh.world, kind="test", op="max"))
         return global_grad_norm(named, mesh)
 
     norm = gradients()
@@ -162,6 +165,7 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
             norm, grads = gradients(), {n: w.main_grad for n, w in named}
     got["sgd"], got["loss"], got["last loss"] = masters, first, got["loss"]
     got["bias"] = {n: r.expert_bias.clone() for n, r in routers(model)}
+    got["scales"] = torch.stack([s.scale_inv for s in role_scales(model)]) if role_scales(model) else torch.zeros(0)
     return model, got
 
 
@@ -180,6 +184,8 @@ def run_case(case: Case, want: dict[str, Any]) -> dict[str, Any]:
     seen["idle gradient"] = max((g.abs().max().item() for g in idle if g.numel()), default=0.0)
     seen["bits"] = {(n, p.offset): (bits(w.data[p.local]), bits(got["sgd"][n][p.local])) for n, w in named for p in w.pieces}
     seen["bits"] |= {(n, "bias"): bits(b) for n, b in got["bias"].items()}
+    seen["bits"] |= {("scales", "all"): bits(got["scales"])}
+    seen["scales"] = torch.equal(got["scales"], want.get("scales", got["scales"]))
     return seen
 
 
