@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "memory": ("tools.bench_memory", "bytes kept between forward and backward, by activation stage and tensor class"),
     "fused": ("tools.bench_fused", "memory-bound kernels around the GEMMs, as a share of the copy rate"),
     "kernels": ("tools.bench_kernels", "expert GEMMs and quantise kernels of fp8/ on one GPU"),
 }
