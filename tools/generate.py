@@ -17,8 +17,9 @@ from fp8.recipe import recipe_named
 from model.config import ModelConfig
 from model.transformer import Transformer
 from parallel.mesh import Mesh
-from training.checkpoint import RunState, load_masters, locate
+from training.checkpoint import load_masters
 from training.errors import UserError, exit_status
+from training.run_state import RunState, locate
 from training.sample import generate
 from training.tokenizer import Tokenizer, load_tokenizer
 

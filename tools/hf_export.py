@@ -27,8 +27,8 @@ from model.huggingface import Part, parts
 from tools.hf_config import export_config
 from tools.hf_files import DTYPES, Planned, TensorWriter, read_json
 from tools.hf_import import CARRIED, SCALE_PREFIX, SLAB, Progress, bias_names, global_shapes
-from training.checkpoint import RunState, locate
 from training.errors import UserError
+from training.run_state import RunState, locate
 from training.streaming import ShardReader
 from training.tokenizer import load_tokenizer
 

@@ -29,9 +29,9 @@ from model.router import routers
 from model.transformer import Transformer
 from tools.hf_config import import_config
 from tools.hf_files import TensorFiles, read_json
-from training.checkpoint import RunState
 from training.config_loading import dump_yaml
 from training.errors import UserError
+from training.run_state import RunState
 from training.streaming import ShardWriter
 from training.tokenizer import load_tokenizer
 

@@ -111,7 +111,8 @@ def read_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> None:
         raise ShardError(_reason(error)) from error
     for name, shard in shards.items():
         dtype = getattr(getattr(saved.get(name), "properties", None), "dtype", shard.tensor.dtype)
-        if dtype != shard.tensor.dtype:  # copying would convert codes without their scales
+        widens = (dtype, shard.tensor.dtype) == (torch.bfloat16, torch.float32)  # an imported model's masters
+        if dtype != shard.tensor.dtype and not widens:  # copying would convert codes without their scales
             raise ShardError(f"{name} is stored as {dtype}, this run keeps it as {shard.tensor.dtype} (optim.states)")
     reader = _Reader(folder)
     _run(dcp.load, shards, world, storage_reader=reader, planner=_LoadPlanner())

@@ -10,8 +10,9 @@ from torch import nn
 from fp8.optimizer import AdamW
 from model.transformer import initial_values
 from parallel.mesh import Mesh
-from training.checkpoint import RunState, Warn, load_masters, locate
+from training.checkpoint import load_masters
 from training.config import Config
+from training.run_state import RunState, Warn, locate
 
 # A trained model is far below ln V on any text it can read; one whose weights landed in the wrong places is at ln V or above.
 TRAINED_SHARE = 0.75

@@ -18,9 +18,10 @@ from fp8.recipe import Recipe
 from fp8.weight import Piece, Weight, weights
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
-from training.checkpoint import Checkpointer, RunState, load_masters, newest_whole, resume_from, whole_checkpoints
+from training.checkpoint import Checkpointer, load_masters
 from training.config import CheckpointConfig, Config, RunConfig
 from training.errors import UserError
+from training.run_state import RunState, newest_whole, resume_from, whole_checkpoints
 from training.shards import Shard, ShardError, damage, read_shards, write_shards
 
 Q, K, D = 8, 4, 6  # rows of q, k and v; columns

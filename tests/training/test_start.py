@@ -17,9 +17,9 @@ from model.huggingface import parts
 from parallel.mesh import Mesh
 from tests.tools.test_convert_hf import GOLDEN
 from tools import convert_hf, prepare_data, train_tokenizer
-from training.checkpoint import RunState, locate, whole_checkpoints
 from training.config import CheckpointConfig, Config, load_config
 from training.errors import UserError
+from training.run_state import RunState, locate, whole_checkpoints
 from training.start import first_loss_problem, set_starting_values
 from training.streaming import ShardReader
 

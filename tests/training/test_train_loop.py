@@ -25,13 +25,13 @@ from model.router import routers
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks, run_train
 from tests.model import tiny
-from training.checkpoint import whole_checkpoints
 from training.config import Config, load_config
 from training.data import IGNORED, Batch, PackedDataset, make_batch
 from training.errors import UserError
 from training.evaluate import evaluate
 from training.metrics import Metrics, Phases, read_metrics
 from training.packing import pack_corpus, packed_path
+from training.run_state import whole_checkpoints
 from training.sample import generate
 from training.schedule import OptimConfig
 from training.shards import Shard, read_metadata, read_shards

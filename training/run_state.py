@@ -1,0 +1,135 @@
+"""What a checkpoint says of itself, when one counts as whole, and which one a run resumes from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.config import ModelConfig
+from training.errors import UserError
+from training.shards import damage
+
+FORMAT = 1
+# Fields of ModelConfig that may change between stages of one model; any other makes another model of it.
+TUNABLE = {
+    "mtp_loss_weight", "router_z_loss_weight", "head_z_loss_weight", "aux_loss_weight", "bias_update_rate",
+    "initializer_range", "loss_chunk", "max_position_embeddings", "rope_theta",
+}  # fmt: skip
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything of a run that is not a tensor; state.json."""
+
+    step: int  # optimizer steps done
+    consumed: int  # samples taken from the data, over all ranks
+    num_steps: int  # the optimizer's own count, for bias correction
+    model: dict[str, Any]
+    tokenizer: str  # fingerprint
+    data: str  # fingerprint of the packed training file
+    config: dict[str, Any]
+    wandb_id: str | None = None
+    layout: dict[str, int] = field(default_factory=dict)
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    @staticmethod
+    def read(folder: Path) -> RunState:
+        """Of the checkpoint in `folder`. Raises UserError."""
+        try:
+            fields = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            if fields["format"] != FORMAT:
+                raise UserError(f"checkpoint {folder} has format {fields['format']}; this version reads {FORMAT}")
+            return RunState(**fields)
+        except OSError as error:
+            raise UserError(f"cannot read checkpoint {folder}: {error.strerror or error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"checkpoint {folder}: state.json is damaged ({error})") from error
+
+    def check(self, folder: Path, model: ModelConfig, tokenizer: str, data: str, warn: Warn) -> None:
+        """Raises UserError for another model or tokenizer; warns of what may change but rarely should."""
+        now = asdict(model)
+        changed = {name: (self.model.get(name), now[name]) for name in now if self.model.get(name) != now[name]}
+        wrong = [f"model.{n} is {old} there and {new} here" for n, (old, new) in changed.items() if n not in TUNABLE]
+        if wrong:
+            raise UserError(f"checkpoint {folder} is of another model: {'; '.join(wrong)}")
+        if self.tokenizer != tokenizer:
+            raise UserError(
+                f"checkpoint {folder} was trained with another tokenizer: fingerprint {self.tokenizer[:12]} there, "
+                f"{tokenizer[:12]} here (data.tokenizer)"
+            )
+        for name, (old, new) in changed.items():
+            warn(f"model.{name} changes from {old} to {new} with this resume")
+        if self.data != data:
+            warn("the training data is not what the checkpoint was trained on; the data order goes on in the new data")
+
+
+def whole_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Renamed checkpoints of a run, oldest first."""
+    folder = Path(run_dir) / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
+
+
+def newest_whole(run_dir: str | Path, warn: Warn) -> Path | None:
+    """The newest checkpoint that can be read; warns of each half-written or damaged one that it skips."""
+    for half in sorted((Path(run_dir) / "checkpoints").glob("step_*.tmp")):
+        warn(f"skipping {half}: a save that was interrupted")
+    for path in reversed(whole_checkpoints(run_dir)):
+        reason = damage(path)
+        try:
+            RunState.read(path)
+        except UserError as error:
+            reason = str(error)
+        if reason is None:
+            return path
+        warn(f"skipping checkpoint {path}: {reason}")
+    return None
+
+
+def locate(path: str, warn: Warn) -> Path:
+    """The checkpoint that `path` means: itself, or the newest whole one of a run. Raises UserError for neither."""
+    folder = Path(path)
+    if (folder / "state.json").is_file():
+        reason = damage(folder)
+        if reason is not None:
+            raise UserError(f"checkpoint {folder} is not whole: {reason}")
+        return folder
+    newest = newest_whole(folder, warn)
+    if newest is None:
+        raise UserError(f"no checkpoint at {path}: neither a checkpoint nor a run that has one")
+    return newest
+
+
+def resume_from(run_dir: str, resume: str, warn: Warn) -> Path | None:
+    """Which checkpoint `checkpoint.resume` asks for; None to start anew.
+
+    A run that has checkpoints of its own goes on from them even when `resume` names another run: that is how a restarted
+    job finds its way.
+
+    Raises:
+        UserError: `resume` is "none" but the run has checkpoints already, or names something that is not there.
+    """
+    own = newest_whole(run_dir, warn)
+    if resume == "none":
+        if whole_checkpoints(run_dir):
+            raise UserError(
+                f"{run_dir} already holds a run (up to {whole_checkpoints(run_dir)[-1].name}); "
+                "choose another run.dir, or checkpoint.resume=auto to continue it"
+            )
+        return None
+    if own is not None or resume == "auto":
+        if own is None and whole_checkpoints(run_dir):
+            raise UserError(f"no checkpoint of {run_dir} can be read; move its checkpoints/ away to start anew")
+        if resume != "auto" and Path(resume).resolve() not in (own.resolve(), Path(run_dir).resolve()):
+            warn(f"{run_dir} has checkpoints of its own: continuing {own}, not checkpoint.resume={resume}")
+        return own
+    return locate(resume, warn)
