@@ -132,8 +132,8 @@ def backward(
     dw = torch.empty((programs, 2, d), dtype=torch.float32, device=qkv.device)
     _qk_norm_rope_backward[(programs,)](
         qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), dq, dk, dv, dx, dw,
-        dq.stride(0), dk.stride(0), dv.stride(0), count, eps, H=heads, K=kv, D=d, R=cos.shape[-1], ROWS=ROWS, ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED,
-        num_warps=WARPS,
+        dq.stride(0), dk.stride(0), dv.stride(0), count, eps, H=heads, K=kv, D=d, R=cos.shape[-1], ROWS=ROWS,
+        ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=WARPS,
     )  # fmt: skip
     dw = dw.sum(0)
     return dx, dw[0], dw[1]

@@ -198,8 +198,8 @@ def quantize_swiglu(
     grid = (width // BLOCK, triton.cdiv(rows, FORWARD_ROWS))
     _swiglu_quantize[grid](
         data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv,
-        a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.uint8), a_q.scale_inv, a_q.scale_inv if live_B is None else live_B, rows, width,
-        ROWS=FORWARD_ROWS, STORED=stored, WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
+        a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.uint8), a_q.scale_inv,
+        a_q.scale_inv if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, STORED=stored, WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
         num_warps=FORWARD_WARPS,
     )  # fmt: skip
     return h_q, a_q

@@ -1,0 +1,154 @@
+"""Parts of a layer, forward and backward, FP8 against BF16 in the same run: `python -m tools.bench layer`.
+
+Each part runs alone on random tokens, with the routing that random weights give, gradients of weights written (not added) in FP32.
+Times are medians over alternating rounds, by CUDA events. `--profile DIR` also saves a trace and the kernels' shares of each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fp8.recipe import Recipe
+from fp8.weight import weights
+from model.attention import Context
+from model.config import ModelConfig
+from model.transformer import Transformer, initial_values
+from parallel.mesh import Mesh
+
+Run = Callable[[], Tensor]  # forward; returns what backward starts from
+PARTS = ("attention", "dense", "moe", "layer", "head")
+
+
+def build(config: ModelConfig, recipe: Recipe, stage: int) -> Transformer:
+    """A model on the GPU with its initial values, without optimizer."""
+    with torch.device("cuda"):
+        model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
+    for _, weight, value in initial_values(model, seed=0):
+        weight.set_(value)
+    return model
+
+
+def context(model: Transformer, batch: int, seq_len: int) -> Context:
+    """What the layers of one forward share."""
+    tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device="cuda")
+    count = torch.tensor(tokens.numel(), device="cuda")
+    return model._context(tokens, None, cu_seqlens=None, max_seqlen=0, num_tokens=count, cache=None)
+
+
+def part(model: Transformer, name: str, batch: int, seq_len: int) -> tuple[Run, Tensor]:
+    """(forward of one part, the gradient of its output). Layer 0 is dense, layer 1 a MoE layer."""
+    c, ctx, rows = model.config, context(model, batch, seq_len), batch * seq_len
+    h = torch.randn(rows, c.hidden_size, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(rows, c.hidden_size, device="cuda").bfloat16() * 1e-3
+
+    def fresh() -> Tensor:
+        h.grad = None
+        return h
+
+    if name == "head":
+        labels = torch.randint(0, c.vocab_size, (batch, seq_len), device="cuda")
+        scale = torch.tensor(1.0 / rows, device="cuda")
+        one = torch.ones((), device="cuda")
+        return lambda: model._loss(model._head_input(fresh(), model.norm, "norm"), labels, scale)[0], one
+    dense, moe = model.layers[0], model.layers[1]
+    runs: dict[str, Run] = {
+        "attention": lambda: moe.attention(fresh(), ctx),
+        "dense": lambda: dense.block(fresh(), ctx)[0],
+        "moe": lambda: moe.block(fresh(), ctx)[0],
+        "layer": lambda: moe(fresh(), ctx)[0],
+    }
+    return runs[name], dy
+
+
+def once(model: nn.Module, run: Run, dy: Tensor) -> tuple[float, float, float]:
+    """(forward ms, backward ms, both)."""
+    for _, weight in weights(model):
+        weight.clear_grad()
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    start.record()
+    y = run()
+    middle.record()
+    y.backward(dy)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(middle), middle.elapsed_time(end), start.elapsed_time(end)
+
+
+def profile(run: Callable[[], object], folder: Path, name: str, top: int = 40) -> dict[str, object]:
+    """One profiled call: a trace in `folder`, and {busy_ms, launches, kernels: name -> [ms, calls]} of the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        run()
+        torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    prof.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    kernels: dict[str, list[float]] = {}
+    for event in prof.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            entry = kernels.setdefault(event.name[:90], [0.0, 0])
+            entry[0] += event.device_time / 1e3
+            entry[1] += 1
+    ranked = dict(sorted(kernels.items(), key=lambda item: -item[1][0]))
+    busy, launches = sum(v[0] for v in ranked.values()), sum(v[1] for v in ranked.values())
+    return {"busy_ms": busy, "launches": launches, "kernels": dict(list(ranked.items())[:top])}
+
+
+def print_kernels(result: dict[str, object], limit: int = 14) -> None:
+    """The kernels that take most, one a line."""
+    for name, (ms, calls) in list(result["kernels"].items())[:limit]:
+        print(f"    {ms:8.3f} ms {calls:4d} x  {name[:84]}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    config = ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk)
+    models = {name: build(config, getattr(Recipe, name)(), args.stage) for name in args.recipes}
+    results: list[dict[str, object]] = []
+    print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.seq} tokens")
+    print(f"{'part':<12}{'recipe':<8}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}")
+    for name in args.parts:
+        runs = {recipe: part(model, name, args.batch, args.seq) for recipe, model in models.items()}
+        times: dict[str, list[tuple[float, float, float]]] = {recipe: [] for recipe in models}
+        for i in range(args.rounds + 2):
+            for recipe, model in models.items():
+                measured = once(model, *runs[recipe])
+                if i >= 2:
+                    times[recipe].append(measured)
+        for recipe, model in models.items():
+            forward, backward, total = (statistics.median(column) for column in zip(*times[recipe], strict=True))
+            print(f"{name:<12}{recipe:<8}{forward:9.3f}{backward:9.3f}{total:9.3f}")
+            row: dict[str, object] = {"part": name, "recipe": recipe, "forward_ms": forward, "backward_ms": backward, "ms": total}
+            if args.profile:
+                row |= profile(lambda: once(model, *runs[recipe]), args.profile, f"{name}-{recipe}")  # noqa: B023
+                print(f"    busy {row['busy_ms']:.3f} ms in {row['launches']} launches")
+                print_kernels(row)
+            results.append(row)
+        runs.clear()
+        for model in models.values():
+            for _, weight in weights(model):
+                weight.main_grad = None
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
