@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fp8.philox import Draw, weight_words
+from fp8.philox import GRADIENT, Draw, weight_words
 from fp8.recipe import BLOCK
 from fp8.state_codecs import CODECS, Codec, State, new_state
 from fp8.weight import Weight
@@ -120,10 +121,14 @@ class AdamW:
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
         self.states, self.seed, self.num_steps = States() if states is None else states, seed, 0
         self._codecs = {name: self.states.codecs(weight) for name, weight in self.weights.items()}
+        self._parameter = {name: place for place, name in enumerate(self.weights)}
         for name, weight in self.weights.items():
             _check_pieces(name, weight, self._codecs[name])
-        self._parameter = {name: place for place, name in enumerate(self.weights)}
+            weight.gradient_draw = partial(self._gradient_draw, self._parameter[name])
         self._state: dict[str, dict[str, State]] = {}
+
+    def _gradient_draw(self, parameter: int, use: int) -> Draw:
+        return Draw(self.seed, self.num_steps + 1, parameter, GRADIENT, use)
 
     def allocate(self, name: str) -> None:
         """States of zeros for the parameter `name`, to be filled (a checkpoint's). Its weight is left as it is."""

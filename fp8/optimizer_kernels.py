@@ -328,6 +328,24 @@ def _update_elements(
         tl.store(weight_ptr + i, _round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True), mask=ok)
 
 
+@triton.jit(do_not_specialize=_SCALARS)
+def _add_stochastic(
+    total_ptr, x_ptr, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1
+):
+    """BF16 total += x over 32 rows x 128 columns, rounded by the upper 16 bits of each element's word."""
+    cb, strip, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row_block = (matrix0 + e) * row_blocks + rb0
+    r, c = tl.arange(0, 32), tl.arange(0, 128)
+    offset = row_block * col_blocks * 16384 + (strip * 32).to(tl.int64) * (col_blocks * 128) + (cb0 + cb) * 128
+    offset += r[:, None] * (col_blocks * 128) + c[None, :]
+    first = quad0 + e * quads_per_matrix + (strip * 32).to(tl.int64) * quads_per_row + cb * 32
+    quads = first + r.to(tl.int64)[:, None] * quads_per_row + tl.arange(0, 32)[None, :]
+    word = tl.reshape(quad_words(quads, c1, c2, c3, k0, k1), [32, 128])
+    total = tl.load(total_ptr + offset).to(tl.float32) + tl.load(x_ptr + offset).to(tl.float32)
+    bits = (total.to(tl.int32, bitcast=True) + (word >> 16).to(tl.int32)) >> 16
+    tl.store(total_ptr + offset, bits.to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
 # ---------------------------------------------------------------- launchers
 
 
@@ -341,7 +359,7 @@ def _pieces(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, i
         yield tuple(s.start or 0 for s in local), tuple(s.stop - (s.start or 0) for s in local), place
 
 
-def _whole_blocks(weight: Weight) -> bool:
+def whole_blocks(weight: Weight) -> bool:
     """Whether every piece consists of 128x128 blocks of the local tensor, and of quads of the global one."""
     if weight.data.dim() not in (2, 3) or weight.global_shape[-1] % 4:
         return False
@@ -357,7 +375,7 @@ def _all_fp32(codecs: dict[str, Codec]) -> bool:
 def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
     """Whether a kernel here has these formats and this shape; otherwise the reference runs, on any device."""
     known = all(type(codec) in FORMATS for codec in codecs.values()) and weight.main_grad.is_contiguous()
-    return known and ((_all_fp32(codecs) and weight.scale_inv is None) or _whole_blocks(weight))
+    return known and ((_all_fp32(codecs) and weight.scale_inv is None) or whole_blocks(weight))
 
 
 def _scalars(h: Hyper) -> tuple[float, ...]:
@@ -405,12 +423,25 @@ def _launch_blocks(
     weight_scale = data if weight.scale_inv is None else weight.scale_inv
     codes = data.view(torch.uint8) if data.element_size() == 1 else data
     formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
-    row_blocks, col_blocks = (size // BLOCK for size in data.shape[-2:])
-    quads_per_row = weight.global_shape[-1] // 4
-    for (matrix0, row0, col0), (matrices, num_rows, num_cols), place in _pieces(weight):
-        _update_blocks[(num_cols // BLOCK, num_rows // BLOCK, matrices)](
-            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale,
-            row_blocks, col_blocks, row0 // BLOCK, col0 // BLOCK, matrix0,
-            place // 4, quads_per_row, quads_per_row * weight.global_shape[-2],
+    for grid, place in _places(weight):
+        _update_blocks[grid](
+            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale, *place,
             *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **LAUNCH,
         )  # fmt: skip
+
+
+def _places(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...]]]:
+    """Grid in blocks and the kernels' arguments `row_blocks` to `quads_per_matrix`, for each piece."""
+    row_blocks, col_blocks = (size // BLOCK for size in weight.data.shape[-2:])
+    quads_per_row = weight.global_shape[-1] // 4
+    for (matrix0, row0, col0), (matrices, num_rows, num_cols), place in _pieces(weight):
+        grid = (num_cols // BLOCK, num_rows // BLOCK, matrices)
+        quads = place // 4, quads_per_row, quads_per_row * weight.global_shape[-2]
+        yield grid, (row_blocks, col_blocks, row0 // BLOCK, col0 // BLOCK, matrix0, *quads)
+
+
+def add_stochastic_(weight: Weight, x: Tensor, draw: Draw) -> None:
+    """gradient.add_stochastic_ on a GPU; the same bits as its reference."""
+    for (cols, rows, matrices), place in _places(weight):
+        grid = (cols, 4 * rows, matrices)
+        _add_stochastic[grid](weight.main_grad, x.contiguous(), *place, *draw_arguments(draw), num_warps=4)

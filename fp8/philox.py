@@ -12,11 +12,13 @@ The Triton form of the same words is in philox_kernels.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fp8.weight import Weight
+if TYPE_CHECKING:
+    from fp8.weight import Weight
 
 M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers of the two halves
 W0, W1 = 0x9E3779B9, 0xBB67AE85  # what a round adds to the key

@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fp8.gradient import add_stochastic_
 from fp8.health import Health
+from fp8.philox import Draw
 from fp8.quantize import quantize, quantize_both, quantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, CANDIDATES, TENSORWISE, Recipe, Spec
@@ -53,6 +55,7 @@ class Weight(nn.Module):
         recipe: how this weight, the activations that meet it and the gradients of its output are represented.
         anchor: empty Parameter; `anchor.requires_grad = False` freezes the weight.
         main_grad: gradient of the current optimizer step, FP32 unless `grad_dtype` says otherwise; None before the first use.
+        gradient_draw: use of the step -> what a BF16 gradient is rounded by when that use is added; None: to nearest.
         on_grad_ready: called with the weight after its last use in a step (`num_uses` uses in each micro-batch; head and embedding
             have two with MTP); drives gradient reduction.
         decay: whether weight decay applies (matrices yes, norm weights no).
@@ -93,6 +96,7 @@ class Weight(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0))
         self.main_grad: Tensor | None = None
         self.grad_dtype = torch.float32
+        self.gradient_draw: Callable[[int], Draw] | None = None
         self.on_grad_ready: Callable[[Weight], None] | None = None
         self.last_microbatch = True
         self.health: Health | None = None
@@ -247,7 +251,12 @@ class Weight(nn.Module):
         if self.main_grad is None:
             self.main_grad = torch.empty(self.data.shape, dtype=self.grad_dtype, device=self.data.device)
         with torch.no_grad():
-            write(self.main_grad, self._written)
+            if self._written and self.main_grad.dtype == torch.bfloat16 and self.gradient_draw is not None:
+                use = torch.empty_like(self.main_grad)
+                write(use, False)
+                add_stochastic_(self, use, self.gradient_draw(self._uses))
+            else:
+                write(self.main_grad, self._written)
         self._written = True
         self._uses += 1
         if self._uses % self.num_uses == 0 and self.last_microbatch and self.on_grad_ready is not None:

@@ -274,6 +274,27 @@ def test_fp32_gradients_keep_a_one_beside_256() -> None:
     assert (weight.main_grad == 257).all()
 
 
+def test_bf16_gradients_keep_small_contributions_in_the_mean() -> None:
+    """512 uses of 1/1024 after a 1: rounded to nearest the sum stays 1."""
+    weight, optimizer = one(torch.zeros(128, 128), PRESETS["lean"])
+    weight.grad_dtype = torch.bfloat16
+    weight.add_grad(torch.ones(128, 128))
+    for _ in range(512):
+        weight.add_grad(torch.full((128, 128), 2.0**-10))
+    assert abs(weight.main_grad.float().mean() - 1.5) < 0.005
+    first = weight.main_grad.clone()
+    weight.clear_grad()
+    weight.add_grad(torch.ones(128, 128))
+    for _ in range(512):
+        weight.add_grad(torch.full((128, 128), 2.0**-10))
+    assert torch.equal(weight.main_grad, first), "the same step draws the same bits"
+    optimizer.step(1e-3)
+    weight.add_grad(torch.ones(128, 128))
+    for _ in range(512):
+        weight.add_grad(torch.full((128, 128), 2.0**-10))
+    assert not torch.equal(weight.main_grad, first), "the next step draws others"
+
+
 def test_a_step_ends_the_accumulation_and_leaves_unused_weights_alone() -> None:
     weight, optimizer = one(torch.ones(128, 128), PRESETS["fp32"])
     step_with(weight, optimizer, torch.full((128, 128), 5.0))
@@ -310,7 +331,8 @@ INTERPRETED = """
 import torch
 from fp8 import optimizer_kernels, philox_kernels
 from fp8.optimizer import PRESETS, AdamW, Hyper, States, update_ref
-from fp8.philox import Draw, random_words
+from fp8.gradient import add_stochastic_ref
+from fp8.philox import GRADIENT, Draw, random_words, weight_words
 from fp8.recipe import Recipe
 from fp8.weight import Piece, Weight
 
@@ -346,6 +368,11 @@ for recipe, states in [*cases, (Recipe.bf16(), PRESETS["lean"])]:
     apart = (codecs["master"].decode(state["master"]) - codecs["master"].decode(want["master"])).abs()
     assert apart.max() <= 2.0**-15 and (apart > 1e-7).float().mean() < 1e-3, (states, apart.max())
     assert (weight.data.view(torch.uint8) != other.data.view(torch.uint8)).float().mean() < 1e-3
+
+x, total = torch.randn(1, 128, 256).bfloat16(), weight.main_grad.clone()
+optimizer_kernels.add_stochastic_(weight, x, Draw(7, 3, 0, GRADIENT, 5))
+want = add_stochastic_ref(total, x, weight_words(Draw(7, 3, 0, GRADIENT, 5), weight))
+assert torch.equal(weight.main_grad.view(torch.int16), want.view(torch.int16))
 print("ok")
 """
 
