@@ -1,0 +1,150 @@
+"""The planner against the things it plans: the model's own accounts, its real bytes, its parameter counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8.optimizer import AdamW, States
+from fp8.recipe import Recipe
+from fp8.weight import weights
+from model.config import ModelConfig
+from model.loss import count_valid
+from model.transformer import Transformer
+from tests.model.tiny import CONFIG, batch, build, optimizer_of
+from tools import plan
+from tools.plan import layouts, make_plan, round_batch, search
+from tools.plan_memory import Layout, kept, local_parameters, memory, static
+from tools.plan_speed import GPUS
+from training.config import Config, load_config
+from training.errors import exit_status
+
+ROWS, SEQ = 4, 128
+FP32 = States()
+
+
+def measured_bytes(recipe: Recipe, stage: int) -> int:
+    """Bytes alive between forward and backward: the stash's, autograd's, and what no hook sees: dX of the heads, and the rotary
+    tables where only a closure holds them."""
+    model = build(recipe, stage=stage, num_hidden_layers=3)
+    tokens, labels = batch(ROWS, SEQ)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        losses = model(tokens, labels, count_valid(tokens, labels))
+    own = {weight.data.untyped_storage().data_ptr() for _, weight in weights(model)}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    heads = 2 * ROWS * SEQ * CONFIG.hidden_size * 4
+    tables = 2 * ROWS * SEQ * CONFIG.rotary_dim * 4 if stage >= 3 else 0
+    assert losses.total.requires_grad
+    return model.stash.account.total + sum(n for place, n in storages.items() if place not in own) + heads + tables
+
+
+@pytest.mark.parametrize("stage", range(5))
+@pytest.mark.parametrize("recipe", [Recipe.block(), Recipe.fp32()], ids=lambda r: r.name)
+def test_kept_activations_are_what_forward_keeps(recipe: Recipe, stage: int) -> None:
+    """Forecast for FP32 hidden states; on a GPU only the width differs."""
+    config = replace(CONFIG, num_hidden_layers=3)
+    forecast = kept(config, recipe, Layout(stage=stage, micro_batch=ROWS), SEQ, torch.float32)
+    assert sum(forecast.values()) == pytest.approx(measured_bytes(recipe, stage), rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", [Recipe.block(), Recipe.bf16()], ids=lambda r: r.name)
+def test_static_bytes_are_the_models(recipe: Recipe) -> None:
+    model = build(recipe)
+    optimizer = optimizer_of(model)
+    found = memory(CONFIG, recipe, FP32, Layout(), SEQ).static
+    assert found["weights"] == sum(w.q.nbytes for _, w in weights(model))
+    assert found["gradients"] == 4 * sum(w.numel for _, w in weights(model))
+    assert isinstance(optimizer, AdamW)
+    own_master = sum(4 * w.numel for _, w in weights(model) if w.data.dtype == torch.float32)
+    assert found["states"] == 12 * sum(w.numel for _, w in weights(model)) - own_master
+
+
+def test_more_layers_are_extrapolated_exactly() -> None:
+    config = replace(CONFIG, num_hidden_layers=5)
+    with torch.device("meta"):
+        model = Transformer(config, Recipe.bf16(), Layout(world=4, tp=2, ep=4).mesh())
+    found = static(config, Recipe.bf16(), FP32, 2, 4)
+    assert found["dense parameters"] == sum(w.numel for _, w in weights(model) if not w.expert)
+    assert found["expert parameters"] == sum(w.numel for _, w in weights(model) if w.expert)
+    assert found["dense weights"] + found["expert weights"] == sum(w.q.nbytes for _, w in weights(model))
+
+
+def test_published_sizes() -> None:
+    """Ling-mini with MTP: 17.08B parameters, split over 8 expert ranks."""
+    mini = ModelConfig(num_nextn_predict_layers=1)
+    local = local_parameters(mini, Recipe.block(), FP32, Layout(world=8, ep=8))
+    assert local["dense"] + 8 * local["experts"] == 16_255_638_528 + 827_861_248
+
+
+def test_memory_falls_along_the_stages_and_with_sharding() -> None:
+    mini = ModelConfig(num_nextn_predict_layers=1)
+    peaks = [memory(mini, Recipe.block(), FP32, Layout(8, ep=8, stage=s), 4096).peak for s in range(5)]
+    assert peaks == sorted(peaks, reverse=True)
+    whole, sharded = (
+        memory(mini, Recipe.block(), FP32, Layout(8, ep=2, sharded_states=s), 4096).static["states"] for s in (False, True)
+    )
+    assert sharded < whole / 3.9  # edp 4, dp 8
+
+
+@pytest.fixture(scope="module")
+def big() -> Config:
+    return load_config("configs/ling_1t.yaml", ["parallel.ep=1"])
+
+
+def test_plans_that_fit_come_first_and_fastest_first(big: Config) -> None:
+    found = search(big, 2048, GPUS["b200"], FP32)
+    fits = [p.fits(GPUS["b200"]) for p in found]
+    assert fits == sorted(fits, reverse=True)
+    times = [p.speed.expected for p, fit in zip(found, fits, strict=True) if fit]
+    assert times == sorted(times)
+    assert all(p.speed.floor <= p.speed.expected for p in found)
+
+
+def test_a_batch_that_does_not_divide_is_rounded_and_said(big: Config) -> None:
+    assert round_batch(big, 2048) == 18432 and round_batch(big, 18144) == 18144
+    assert round_batch(big, 100_000) is None
+    made = make_plan(big, Layout(2048, ep=256), GPUS["h200"], FP32)
+    assert "train.global_batch=18432" in "\n".join(plan.describe_plan(made, GPUS["h200"], big))
+
+
+def test_layouts_respect_the_models_sizes() -> None:
+    tiny = load_config("configs/tiny.yaml", [])
+    found = layouts(tiny, 8)
+    assert found and all(x.ep <= 8 and x.dp * x.tp == 8 for x in found)
+    assert all(4 % (x.micro_batch * x.dp) == 0 for x in found)
+
+
+def test_a_longer_wire_costs_more() -> None:
+    config = load_config("configs/ling_mini.yaml", ["train.global_batch=4096"])
+    near, far = (make_plan(config, Layout(64, ep=ep), GPUS["h200"], FP32).speed for ep in (8, 64))
+    assert far.parts["communication"] > near.parts["communication"] > 0
+    solo = make_plan(config, Layout(1), GPUS["h200"], FP32).speed
+    assert sum(solo.sent.values()) == 0
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", "configs/ling_mini.yaml", "train.global_batch=4096"]
+    assert exit_status(lambda: plan.main([*config, "--gpus", "8"])) == 0
+    said = capsys.readouterr().out
+    for part in ("16,255,638,528 total", "bytes/param", "kept activations", "sent, GB/step", "floor", "assumptions", "BF16 with"):
+        assert part in said
+    assert exit_status(lambda: plan.main(["--config", "configs/ling_1t.yaml", "--gpus", "8"])) == 0
+    assert "nothing fits" in capsys.readouterr().out
+    assert exit_status(lambda: plan.main([*config, "--gpus", "0"])) == 2
+    if not torch.cuda.is_available():
+        assert exit_status(lambda: plan.main([*config, "--compare-allocator"])) == 2
+        assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layers", "micro_batch", "stage"), [(3, 8, 0), (4, 4, 2), (3, 8, 3)])
+def test_forecast_matches_the_allocator_within_7_percent(layers: int, micro_batch: int, stage: int) -> None:
+    from tools.plan_check import compare
+
+    config = ModelConfig(num_hidden_layers=layers, num_experts=64, num_nextn_predict_layers=1)
+    result = compare(config, Recipe.block(), FP32, 4096, micro_batch, stage)
+    assert abs(result.error) < 0.07, "\n".join(result.lines())

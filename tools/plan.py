@@ -1,0 +1,231 @@
+"""What a run needs, before any GPU is used: parameters, FLOPs, memory, bytes on the wire, time, and the layouts that fit.
+
+python -m tools.plan --config configs/ling_mini.yaml [--gpus 8] [--gpu h200] [optim.lr=...]
+python -m tools.plan --config configs/small.yaml --compare-allocator     builds it on this GPU and checks the forecast
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+from fp8.optimizer import PRESETS, States
+from fp8.recipe import Recipe
+from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
+from parallel.mesh import check_layout
+from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
+from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, speed
+from training.config import Config, load_config
+from training.errors import UserError, exit_status
+
+GB = 1e9
+MAX_EP, MAX_TP, STAGES = 256, 8, range(5)
+SHARDING = importlib.util.find_spec("parallel.shard") is not None  # optimizer states split over replicas
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout, what it needs and what it gives."""
+
+    layout: Layout
+    states: States
+    memory: Memory
+    speed: Speed
+
+    @property
+    def total(self) -> int:
+        return self.memory.peak + OVERHEAD_BYTES
+
+    def fits(self, gpu: Gpu) -> bool:
+        return self.total <= gpu.memory
+
+
+def states_of(config: Config) -> States:
+    """Formats of the optimizer states that the config asks for."""
+    build = getattr(config.optim, "build_states", None)
+    return build() if build is not None else States()
+
+
+def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: Recipe | None = None) -> Plan:
+    """Memory and time of one layout."""
+    recipe = recipe or config.fp8.build()
+    held = memory(config.model, recipe, states, layout, config.data.seq_len)
+    local = local_parameters(config.model, recipe, states, layout)
+    batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
+    needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"])
+    return Plan(layout, states, held, needed)
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
+
+
+def round_batch(config: Config, unit: int) -> int | None:
+    """The global batch as a multiple of `unit` sequences; None where that would change it by more than 5%."""
+    rounded = max(round(config.train.global_batch / unit), 1) * unit
+    return rounded if abs(rounded / config.train.global_batch - 1) <= 0.05 else None
+
+
+def layouts(config: Config, gpus: int) -> list[Layout]:
+    """Every layout of `gpus` ranks that the model's sizes allow."""
+    model, found = config.model, []
+    is_fp8 = config.fp8.build().is_fp8
+    for tp in _powers(min(MAX_TP, gpus)):
+        if is_fp8 and model.fp8_problems(tp):
+            continue
+        for ep in _powers(min(MAX_EP, gpus, model.num_experts)):
+            for batch in _powers(64):
+                tokens = batch * config.data.seq_len
+                sizes = dict(num_experts=model.num_experts, num_heads=model.num_attention_heads, tokens=tokens)
+                if check_layout(gpus, tp, ep, num_kv_heads=model.num_key_value_heads, **sizes):
+                    continue
+                if round_batch(config, batch * (gpus // tp)) is None:
+                    continue
+                for stage in STAGES:
+                    for sharded in (False, True) if SHARDING and gpus > 1 else (False,):
+                        found.append(Layout(gpus, tp, ep, stage, batch, sharded))
+    return found
+
+
+def search(config: Config, gpus: int, gpu: Gpu, states: States) -> list[Plan]:
+    """Every plan, those that fit first, the fastest of them first; then those that come nearest to fitting."""
+    plans = [make_plan(config, layout, gpu, states) for layout in layouts(config, gpus)]
+    return sorted(plans, key=lambda p: (not p.fits(gpu), p.speed.expected if p.fits(gpu) else p.total))
+
+
+# ---------------------------------------------------------------- text
+
+
+def _gb(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {value / GB:,.1f}" for name, value in parts.items() if value)
+
+
+def describe_model(config: Config, states: States) -> list[str]:
+    """Counts that need no layout."""
+    counts, tokens = parameter_counts(config.model), config.tokens_per_step
+    flops = flops_per_token(config.model, config.data.seq_len)
+    solo = memory(config.model, config.fp8.build(), states, Layout(), config.data.seq_len).static
+    stored = counts["total"] + counts["mtp"]
+    each = {name: solo[name] / stored for name in ("weights", "gradients", "states")}
+    return [
+        f"parameters     {counts['total']:,} total, {counts['active']:,} active a token; MTP layer {counts['mtp']:,} more",
+        f"FLOPs/token    {flops:.4g}   ({FLOPS_FORMULA})",
+        f"a step         {tokens:,} tokens in {config.train.global_batch} sequences, {tokens * flops:.4g} FLOPs",
+        "bytes/param    " + " + ".join(f"{v:.2f} {k}" for k, v in each.items()) + f" = {sum(each.values()):.2f}; "
+        f"{stored * sum(each.values()) / GB:,.0f} GB over one set of ranks",
+    ]
+
+
+def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
+    """Memory, wire and time of one plan."""
+    batch = plan.speed.tokens // config.data.seq_len
+    m, s, layout = plan.memory, plan.speed, plan.layout
+    sharded = "sharded over replicas" if layout.sharded_states else "whole on every replica"
+    per_gpu = s.tokens / s.expected / layout.world
+    return [
+        f"layout         {layout.world} x {gpu.name}: dp {layout.dp} x tp {layout.tp}, ep {layout.ep} (edp {layout.edp}); "
+        f"activation stage {layout.stage}, micro-batch {layout.micro_batch}; optimizer states {sharded}",
+        *([f"               train.global_batch={batch}, so that it divides"] if batch != config.train.global_batch else []),
+        f"memory, GB     static: {_gb(m.static)}",
+        f"               kept activations (stage {layout.stage}): {_gb(m.kept)}",
+        f"               working, the largest counts: {_gb(m.working)}",
+        f"               peak {m.peak / GB:,.1f} + {OVERHEAD_BYTES / GB:.1f} context and fragments of {gpu.memory / GB:,.1f}: "
+        + ("fits" if plan.fits(gpu) else "DOES NOT FIT"),
+        f"sent, GB/step  {_gb(s.sent) or 'nothing'}",
+        f"step time      floor {s.floor:.3f} s, expected {s.expected:.3f} s: "
+        + ", ".join(f"{k} {v / s.expected:.0%}" for k, v in s.parts.items() if v),
+        f"               {s.tokens / s.expected:,.0f} tokens/s, {per_gpu:,.0f} a GPU",
+    ]
+
+
+def table(plans: list[Plan], gpu: Gpu, count: int) -> list[str]:
+    """The best plans, one a line; for each (tp, ep) the best two policies."""
+    head = f"{'tp':>4}{'ep':>5}{'dp':>6}{'stage':>7}{'micro':>7}{'states':>9}{'GB/rank':>9}{'step s':>9}{'tok/s/GPU':>11}"
+    lines, seen = [head], {}
+    for p in plans:
+        key = (p.layout.tp, p.layout.ep)
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] > 2 or not p.fits(gpu):
+            continue
+        x, rate = p.layout, p.speed.tokens / p.speed.expected / p.layout.world
+        kind = "sharded" if x.sharded_states else "whole"
+        lines.append(
+            f"{x.tp:>4}{x.ep:>5}{x.dp:>6}{x.stage:>7}{x.micro_batch:>7}{kind:>9}{p.total / GB:>9.1f}"
+            f"{p.speed.expected:>9.3g}{rate:>11,.0f}"
+        )
+    return lines[: count + 1]
+
+
+def report(config: Config, gpus: int, gpu: Gpu) -> str:
+    """The whole plan as text."""
+    states = states_of(config)
+    lines = ["== model", *describe_model(config, states), "", f"== {gpus} x {gpu.name}"]
+    plans = search(config, gpus, gpu, states)
+    if not plans:
+        why = f"train.global_batch={config.train.global_batch} or the model's sizes do not divide over {gpus} GPUs"
+        return "\n".join([*lines, f"no layout: {why}"])
+    best = plans[0]
+    if not best.fits(gpu):
+        lines.append(
+            f"nothing fits with these optimizer states; the nearest needs {best.total / GB:,.1f} of {gpu.memory / GB:,.1f} GB:"
+        )
+        lines += describe_plan(best, gpu, config)
+        lean = search(config, gpus, gpu, PRESETS["lean"])
+        if lean[0].fits(gpu):
+            lines += [
+                "",
+                "-- with low-bit optimizer states (fp16 master, FP8 moments) it fits:",
+                *describe_plan(lean[0], gpu, config),
+            ]
+            plans, best = lean, lean[0]
+        else:
+            lines.append(f"with low-bit optimizer states (fp16 master, FP8 moments) the nearest needs {lean[0].total / GB:,.1f} GB")
+    else:
+        lines += describe_plan(best, gpu, config)
+    if best.fits(gpu):
+        lines += ["", "-- layouts that fit, best first", *table(plans, gpu, 12)]
+    bf16 = make_plan(config, best.layout, gpu, PRESETS["fp32"], Recipe.bf16())
+    lines += [
+        "",
+        f"-- BF16 with FP32 AdamW in the same layout: {bf16.total / GB:,.1f} GB a rank instead of {best.total / GB:,.1f} "
+        f"({'fits' if bf16.fits(gpu) else 'does not fit'}), expected step {bf16.speed.expected:.3f} s instead of "
+        f"{best.speed.expected:.3f}",
+    ]
+    lines += ["", "-- assumptions", *(f"   {a}" for a in ASSUMPTIONS)]
+    if not gpu.measured:
+        lines.append(f"   compute rates of {gpu.name} are scaled from those measured on H200, not measured")
+    return "\n".join(lines)
+
+
+def compare_allocator(config: Config) -> str:
+    """The forecast against this GPU's allocator. Raises UserError without a CUDA device."""
+    import torch
+
+    from tools.plan_check import compare
+
+    if not torch.cuda.is_available():
+        raise UserError("--compare-allocator needs a CUDA device")
+    stage = config.fp8.activations if isinstance(config.fp8.activations, int) else 0
+    result = compare(config.model, config.fp8.build(), states_of(config), config.data.seq_len, config.train.micro_batch, stage)
+    return "\n".join(result.lines())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; by default the fewest that the config's layout needs")
+    parser.add_argument("--gpu", choices=tuple(GPUS), default="h200")
+    parser.add_argument("--compare-allocator", action="store_true", help="check the memory forecast on this CUDA device")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(arguments)
+    config = load_config(options.config, options.overrides)
+    gpus = config.fewest_ranks if options.gpus is None else options.gpus
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus} must be at least 1")
+    print(compare_allocator(config) if options.compare_allocator else report(config, gpus, GPUS[options.gpu]))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

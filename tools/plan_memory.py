@@ -1,0 +1,232 @@
+"""Bytes that a rank needs, by class. Weights, gradients and states are counted on the model itself, built without memory; kept
+activations and working memory follow the formulas below, which tests hold against the model's own accounts.
+
+Shapes: T tokens of a micro-batch, t of them on this rank (T / tp under sequence parallel), R rows of the expert buffer, D features,
+f expert width, F width of a dense MLP on this rank, q qkv rows on this rank, E experts, V vocabulary rows on this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fp8.grouped_gemm import padded_rows
+from fp8.optimizer import AdamW, States
+from fp8.recipe import BLOCK, Recipe
+from fp8.weight import weights
+from model.config import ModelConfig
+from model.transformer import Transformer
+from parallel.mesh import Axis, Mesh
+
+BUCKET_BYTES = 64 << 20  # parallel/grad_reduce.py
+# CUDA context, cuBLAS workspaces and what the caching allocator cannot fill: measured as reserved minus allocated, plus context.
+OVERHEAD_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and policy of one plan.
+
+    Attributes:
+        stage: activation policy, 0 to 4 (model/policy.py).
+        micro_batch: sequences a rank takes at once.
+        sharded_states: masters and moments split over the ranks that hold the same weight (dp, or edp for experts).
+        balance: rows of the busiest expert rank over the mean; 1 is even.
+    """
+
+    world: int = 1
+    tp: int = 1
+    ep: int = 1
+    stage: int = 0
+    micro_batch: int = 1
+    sharded_states: bool = False
+    balance: float = 1.1
+
+    @property
+    def dp(self) -> int:
+        return self.world // self.tp
+
+    @property
+    def edp(self) -> int:
+        return self.world // self.ep
+
+    def mesh(self) -> Mesh:
+        """Axes of the right sizes, without process groups: enough to build a model."""
+        sizes = dict(tp=self.tp, ep=self.ep, dp=self.dp, edp=self.edp, world=self.world)
+        return Mesh(**{name: Axis(None, 0, size) for name, size in sizes.items()})
+
+
+@dataclass
+class Memory:
+    """Bytes of one rank by class, and what is alive at the peak."""
+
+    static: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)  # activations from forward to backward, by where they are kept
+    working: dict[str, int] = field(default_factory=dict)  # short-lived; only the largest counts
+
+    @property
+    def peak(self) -> int:
+        """Largest sum alive at once, as the allocator counts it."""
+        step = max((v for k, v in self.working.items() if k != "optimizer"), default=0)
+        alive = max(sum(self.kept.values()) + step, self.working.get("optimizer", 0))
+        return sum(self.static.values()) + alive
+
+
+@functools.lru_cache(maxsize=1024)
+def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int) -> dict[str, int]:
+    """Parameters, and bytes of weights, gradients and states, of dense weights and of experts on one rank."""
+    layout = Layout(world=tp * ep, tp=tp, ep=ep)
+    with torch.device("meta"):
+        model = Transformer(config, recipe, layout.mesh())
+        optimizer = AdamW(weights(model), states=states)
+        for name, weight in weights(model):
+            optimizer.set_master(name, torch.empty(weight.data.shape))
+    found = {f"{kind} {what}": 0 for kind in ("dense", "expert") for what in ("parameters", "weights", "gradients", "states")}
+    for name, weight in weights(model):
+        kind = "expert" if weight.expert else "dense"
+        parts = [t for state in optimizer.state()[name].values() for t in _tensors(state) if t is not weight.data]
+        found[f"{kind} parameters"] += weight.numel
+        found[f"{kind} weights"] += weight.q.nbytes
+        found[f"{kind} gradients"] += weight.numel * weight.grad_dtype.itemsize
+        found[f"{kind} states"] += sum(t.nbytes for t in parts)
+    return found
+
+
+def static(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int) -> dict[str, int]:
+    """`_count` of the whole model, from two of its sizes: all MoE layers are alike. tp splits what ep does not, and the reverse."""
+    first, recipe = config.first_k_dense_replace, replace(recipe, overrides=())  # they name layers, and change little
+    found = {}
+    for own, t, e in (("dense", tp, 1), ("expert", 1, ep)):
+        layers = config.num_hidden_layers - first
+        sizes = [replace(config, num_hidden_layers=first + min(n, layers)) for n in (1, 2)]
+        one, two = (_count(size, recipe, states, t, e) for size in sizes)
+        found |= {k: n + (layers - 1) * (two[k] - n) for k, n in one.items() if k.startswith(own)}
+    return found
+
+
+def _tensors(state: object) -> list[torch.Tensor]:
+    """Tensors of a state: one, or the parts of an encoded one."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else vars(state).values()
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+class Bytes:
+    """Bytes of rows in the formats of a recipe."""
+
+    def __init__(self, recipe: Recipe, hidden: torch.dtype) -> None:
+        self.hidden = hidden.itemsize
+        spec = recipe.activation
+        rows = spec.tile is not None and spec.tile[0] == 1
+        per_row = 4 / spec.tile[1] if rows else 0.0
+        self.activation = spec.dtype.itemsize + per_row  # of one element, scales included
+        self.fp8 = spec.is_fp8
+
+
+def expert_rows(c: ModelConfig, layout: Layout, tokens: int) -> int:
+    """Rows of a rank's padded expert buffer: the worst case at ep = 1, else the expected one times the balance."""
+    slots = tokens * c.num_experts_per_tok
+    if layout.ep == 1:
+        return padded_rows(slots, c.num_experts)
+    return int(slots * layout.balance) + c.num_experts // layout.ep * (BLOCK // 2)
+
+
+def kept_by_layer(
+    c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden: torch.dtype, stage: int
+) -> dict[str, float]:
+    """Bytes that forward keeps of one dense layer, one MoE layer (entries `moe ...`) and of what lies around them."""
+    b, tp = Bytes(recipe, hidden), layout.tp
+    whole = layout.micro_batch * seq_len
+    t = whole // tp
+    D, E, d = c.hidden_size, c.num_experts, c.head_dim
+    heads, kv = c.num_attention_heads // tp, max(c.num_key_value_heads // tp, 1)
+    rows = expert_rows(c, layout, t)
+    norms = 0 if stage >= 2 else 1
+    attention = norms * t * D * b.activation + whole * heads * d * b.activation  # norm's output, input of `out`
+    if stage < 3:  # q and k before their norms (views of qkv), q, k, o and the log-sum-exp of the core
+        attention += whole * ((heads + 2 * kv) * d + 2 * heads * d + kv * d) * b.hidden + whole * heads * 4
+    shared = c.shared_intermediate_size // tp
+    moe = norms * t * D * b.activation
+    moe += whole * shared * b.activation * (2 + (stage < 1))
+    moe += rows * (2 * c.moe_intermediate_size * b.activation + 4 + 8)  # pre-activations, routing weights, slot of each row
+    moe += rows * c.moe_intermediate_size * b.activation * (stage < 1)
+    moe += rows * D * b.activation * norms
+    router = t * E * 4 * 2 + t * c.num_experts_per_tok * (8 * 2 + 4 * 3)  # logits and scores; ids, rows, weights
+    dense = norms * t * D * b.activation + whole * c.intermediate_size // tp * b.activation * (2 + (stage < 1))
+    residual = 2 * t * D * b.hidden
+    return {"attention": attention, "moe": moe + router, "dense": dense, "residual": residual}
+
+
+def kept(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden: torch.dtype) -> dict[str, int]:
+    """Bytes that forward keeps until backward, of all layers."""
+    b, t = Bytes(recipe, hidden), layout.micro_batch * seq_len // layout.tp
+    D, moe_layers = c.hidden_size, c.num_hidden_layers - c.first_k_dense_replace
+    found: dict[str, float] = {}
+
+    def add(name: str, value: float) -> None:
+        found[name] = found.get(name, 0) + value
+
+    one = kept_by_layer(c, recipe, layout, seq_len, hidden, layout.stage)
+    whole_layers = layout.stage >= 4
+    for kind, count in (("dense", c.first_k_dense_replace), ("moe", moe_layers + c.num_nextn_predict_layers)):
+        for part in () if whole_layers else ("attention", kind, "residual"):
+            add(part, count * one[part])
+    if whole_layers:  # a layer's input
+        add("residual", c.num_hidden_layers * t * D * b.hidden)
+    if c.num_nextn_predict_layers:  # embeddings of the next tokens, the trunk's output, and both of them quantised
+        add("mtp", t * D * (2 * b.hidden + (0 if whole_layers else 2 * b.activation)))
+    add("residual", 2 * layout.micro_batch * seq_len * c.rotary_dim * b.hidden)  # rotary tables
+    heads = 1 + c.num_nextn_predict_layers
+    add("head", heads * t * D * 2 * b.hidden)  # the final norm's input; dX, made in forward
+    return {name: int(value) for name, value in found.items()}
+
+
+def working(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden: torch.dtype) -> dict[str, int]:
+    """Peak of the short-lived tensors of each candidate for the largest: the head's chunk, expert forward and backward."""
+    b, t = Bytes(recipe, hidden), layout.micro_batch * seq_len // layout.tp
+    D, f, V = c.hidden_size, c.moe_intermediate_size, c.vocab_size // layout.tp
+    rows, chunk = expert_rows(c, layout, t), min(c.loss_chunk, layout.micro_batch * seq_len)
+    experts = c.num_experts // layout.ep
+    transposed = V * D * b.activation if b.fp8 else V * D * b.hidden
+    # BF16 logits, their gradient in BF16, and in FP8 along both dimensions
+    head = chunk * V * (2 * b.hidden + (2 * b.activation if b.fp8 else b.hidden)) + transposed
+    weight_t = experts * 2 * f * D * b.activation if b.fp8 else 0  # the transposed weight, made on demand
+    backward = rows * (2 * f * (2 * b.hidden + 2 * b.activation) + D * (b.hidden + 2 * b.activation)) + weight_t
+    forward = rows * (D * (b.activation + b.hidden) + 2 * f * b.hidden + f * (b.hidden + b.activation))
+    if layout.stage >= 4:
+        one = kept_by_layer(c, recipe, layout, seq_len, hidden, 0)
+        backward += one["attention"] + one["moe"] + one["residual"]
+    return {"head": int(head), "experts forward": int(forward), "experts backward": int(backward)}
+
+
+def communication_buffers(c: ModelConfig, layout: Layout, seq_len: int) -> int:
+    """Payloads in flight: dispatch and combine, the tp gather; gradient buckets are views of `main_grad`."""
+    t, D = layout.micro_batch * seq_len // layout.tp, c.hidden_size
+    found = 0.0
+    if layout.ep > 1:
+        copies = min(c.num_experts_per_tok, layout.ep) * t
+        found += 2 * copies * D * 1.05 + 2 * copies * D * 2
+    if layout.tp > 1:
+        found += layout.micro_batch * seq_len * D * 3.1
+    return int(found + (2 * BUCKET_BYTES if layout.dp > 1 else 0))
+
+
+def memory(
+    c: ModelConfig, recipe: Recipe, states: States, layout: Layout, seq_len: int, hidden: torch.dtype = torch.bfloat16
+) -> Memory:
+    """What one rank needs."""
+    count = static(c, recipe, states, layout.tp, layout.ep)
+    shards = (layout.dp, layout.edp) if layout.sharded_states else (1, 1)
+    held = {name: count[f"dense {name}"] + count[f"expert {name}"] for name in ("weights", "gradients")}
+    held["states"] = count["dense states"] // shards[0] + count["expert states"] // shards[1]
+    held["communication"] = communication_buffers(c, layout, seq_len)
+    return Memory(held, kept(c, recipe, layout, seq_len, hidden), working(c, recipe, layout, seq_len, hidden))
+
+
+def local_parameters(c: ModelConfig, recipe: Recipe, states: States, layout: Layout) -> dict[str, int]:
+    """Parameters that one rank holds: {"dense": n, "experts": n}."""
+    found = static(c, recipe, states, layout.tp, layout.ep)
+    return {"dense": found["dense parameters"], "experts": found["expert parameters"]}

@@ -1,0 +1,164 @@
+"""How long a step takes: matrix products, memory traffic and bytes on the wire, on rates that were measured or are stated.
+
+floor      products, attention and the optimizer's traffic at the kernels' measured rates; all else hidden behind them
+expected   plus the memory traffic of norms, quantisation, permutation and SwiGLU, recomputation, and the communication that stays
+           in sight
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fp8.recipe import BF16 as _BF16
+from fp8.recipe import Recipe
+from model.config import ModelConfig
+from tools.plan_memory import Bytes, Layout, expert_rows
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates that kernels reach (not peaks): TFLOP/s, TB/s of a device copy, GB/s a GPU of NVLink and network.
+
+    `measured` says whether the compute rates come from octet's own kernels (docs/performance.md) or are scaled from them.
+    """
+
+    name: str
+    memory: int  # bytes that torch can use
+    fp8: float
+    bf16: float
+    experts_fp8: float
+    experts_bf16: float
+    attention: tuple[float, float]  # forward, backward
+    hbm: float
+    nvlink: float
+    network: float
+    measured: bool
+    node: int = 8
+
+
+GPUS = {
+    "h200": Gpu("H200", 139 << 30, 1200, 750, 950, 600, (500, 390), 4.25, 250, 40, True),
+    "h100": Gpu("H100", 79 << 30, 1200, 750, 950, 600, (500, 390), 2.95, 250, 40, False),
+    "h800": Gpu("H800", 79 << 30, 1200, 750, 950, 600, (500, 390), 2.95, 120, 40, False),
+    "b200": Gpu("B200", 178 << 30, 2600, 1600, 2000, 1300, (1000, 780), 6.9, 500, 40, False),
+}
+EXPOSED = 0.6  # share of dispatch and combine that the shared expert does not hide
+HIDES = 0.5  # share of the last micro-batch's backward that hides gradient reduction
+LAUNCH = 1.05  # kernel launches and gaps
+ASSUMPTIONS = (
+    "experts get equal shares of tokens (the busiest rank 10% more); no packing loss; no pipeline parallelism in octet",
+    f"dispatch and combine: {EXPOSED:.0%} in sight; gradients hide behind {HIDES:.0%} of a backward; launches cost {LAUNCH - 1:.0%}",
+    "ep or dp groups within 8 consecutive ranks use NVLink; what goes further goes at the network's 40 GB/s a GPU (400 Gb/s NICs)",
+)
+
+
+@dataclass
+class Speed:
+    """Seconds of an optimizer step on one rank, and bytes that it sends, by kind."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, float] = field(default_factory=dict)
+    floor: float = 0.0
+    tokens: int = 0  # of the global batch
+
+    @property
+    def expected(self) -> float:
+        return sum(self.parts.values())
+
+
+def link_seconds(nbytes: float, ranks: int, stride: int, gpu: Gpu) -> float:
+    """Seconds to send `nbytes` evenly to the other `ranks - 1` ranks of an axis whose members are `stride` apart."""
+    near = min(ranks, max(gpu.node // stride, 1))
+    far = (ranks - near) / max(ranks - 1, 1)
+    return nbytes * ((1 - far) / gpu.nvlink + far / gpu.network) / 1e9
+
+
+def _matrix_parameters(c: ModelConfig, tp: int) -> tuple[float, float, float]:
+    """Parameters that each token passes on one rank, outside experts: all layers' linears, head; and routed experts a slot."""
+    attention = c.hidden_size * (c.qkv_size + c.num_attention_heads * c.head_dim)
+    moe_layers = c.num_hidden_layers - c.first_k_dense_replace + c.num_nextn_predict_layers
+    dense = c.first_k_dense_replace * 3 * c.hidden_size * c.intermediate_size
+    shared = moe_layers * 3 * c.hidden_size * c.shared_intermediate_size
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    linears = layers * attention + dense + shared + c.num_nextn_predict_layers * 2 * c.hidden_size**2 * tp
+    heads = (1 + c.num_nextn_predict_layers) * c.vocab_size * c.hidden_size
+    return linears / tp, heads / tp, 3 * c.hidden_size * c.moe_intermediate_size
+
+
+def sent_bytes(
+    c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, micro_batches: int, local: dict[str, int]
+) -> dict[str, float]:
+    """Bytes that one rank sends in a step, by kind. `local`: parameters this rank holds, {"dense": n, "experts": n}."""
+    b, tp, ep = Bytes(recipe, _BF16), layout.tp, layout.ep
+    whole = layout.micro_batch * seq_len
+    t, D, k = whole // tp, c.hidden_size, c.num_experts_per_tok
+    moe = c.num_hidden_layers - c.first_k_dense_replace + c.num_nextn_predict_layers
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    remote = ep * (1 - (1 - 1 / ep) ** k) * (ep - 1) / ep  # ranks that a token visits, its own apart
+    trips = 2 + (layout.stage >= 2)  # x, dY, and x again
+    found = {
+        "dispatch": micro_batches * moe * t * remote * D * b.activation * trips,
+        "combine": micro_batches * moe * t * remote * D * 2 * 2,
+        "tp": micro_batches * layers * 2 * whole * D * (3 * b.activation + 2 * 2) * (tp - 1) / tp,
+    }
+    dp, edp = layout.dp, layout.edp
+    for name, ranks in (("dense", dp), ("experts", edp)):
+        share = (ranks - 1) / ranks
+        each = 4 + b.activation if layout.sharded_states else 2 * 4  # reduce-scatter + gather of weights; or all-reduce
+        found[f"gradients {name}"] = local[name] * each * share
+    return found
+
+
+def speed(
+    c: ModelConfig,
+    recipe: Recipe,
+    layout: Layout,
+    seq_len: int,
+    global_batch: int,
+    gpu: Gpu,
+    local: dict[str, int],
+    state_bytes: float,
+) -> Speed:
+    """Time of one step; `state_bytes` is what optimizer states take on this rank."""
+    b = Bytes(recipe, _BF16)
+    micro_batches = max(global_batch // (layout.micro_batch * layout.dp), 1)
+    whole = layout.micro_batch * seq_len
+    t, D, f = whole // layout.tp, c.hidden_size, c.moe_intermediate_size
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    moe = layers - c.first_k_dense_replace
+    linears, heads, expert = _matrix_parameters(c, layout.tp)
+    rows = expert_rows(c, layout, t)
+    dense_rate, expert_rate = (gpu.fp8, gpu.experts_fp8) if b.fp8 else (gpu.bf16, gpu.experts_bf16)
+    traffic = gpu.hbm * 1e12
+
+    gemms = 6 * whole * (linears + heads) / (dense_rate * 1e12)
+    product = 2 * rows * expert * moe / (expert_rate * 1e12)
+    stream = local["experts"] * b.activation / traffic
+    wgrad = max(product, local["experts"] * 8 / traffic)  # reads and writes FP32 gradients
+    experts = 2 * max(product, stream) + wgrad + (3 * stream if b.fp8 else 0)  # and the transposed weights
+    core = 2 * whole * seq_len * c.num_attention_heads / layout.tp * c.head_dim * layers / 1e12
+    attention = core / gpu.attention[0] + 2.5 * core / gpu.attention[1]
+
+    token_bytes = layers * D * (16 + 12 * b.activation) + moe * c.num_experts * 24
+    slot_bytes = D * (4 + 5 * b.activation) + f * (16 + 8 * b.activation)
+    element = (t * token_bytes + rows * moe * slot_bytes) * 2.5 / traffic
+    again = {0: 0.0, 1: 0.05, 2: 0.1, 3: 0.25, 4: 1.0}[layout.stage] * (gemms + experts + attention + element) / 3.2
+
+    sent = sent_bytes(c, recipe, layout, seq_len, micro_batches, local)
+    exposed = link_seconds(sent["dispatch"] + sent["combine"], layout.ep, 1, gpu) * EXPOSED
+    exposed += link_seconds(sent["tp"], layout.tp, 1, gpu) * 0.7
+    reduce = link_seconds(sent["gradients dense"], layout.dp, layout.tp, gpu)
+    reduce += link_seconds(sent["gradients experts"], layout.edp, layout.ep, gpu)
+    backward = (gemms + experts + attention) * 2 / 3
+    reduce = max(reduce - HIDES * backward, 0.0)
+    shard = 1 / layout.dp if layout.sharded_states else 1.0
+    optimizer = ((local["dense"] + local["experts"]) * 6 * shard + 2 * state_bytes) / traffic
+
+    parts = {
+        "linears and head": micro_batches * gemms, "experts": micro_batches * experts, "attention": micro_batches * attention,
+        "elementwise": micro_batches * element, "recompute": micro_batches * again,
+    }  # fmt: skip
+    parts = {name: seconds * LAUNCH for name, seconds in parts.items()}
+    parts |= {"communication": exposed, "gradient reduction": reduce, "optimizer": optimizer}
+    floor = micro_batches * (gemms + experts + attention) + optimizer
+    return Speed(parts, sent, floor, global_batch * seq_len)
