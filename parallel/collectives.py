@@ -9,16 +9,16 @@ Shapes: R rows, C columns, B bytes of one packed row, n ranks of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8.quantize import quantize
-from fp8.quantized import TENSORWISE, Quantized
+from fp8.quantized import Quantized
 from fp8.recipe import Spec
 from parallel.mesh import Axis
+from parallel.payload import RowFormat, pack, unpack
 from parallel.traffic import FORMAT_NAMES
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -128,88 +128,7 @@ def broadcast(x: Tensor, axis: Axis, kind: str, source: int = 0) -> Tensor:
     return x
 
 
-# ---------------------------------------------------------------- rows of a Quantized as bytes
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """How one row of a Quantized lies in bytes: data, then one exponent byte a scale, then padding.
-
-    Padding is to 16 bytes (a vector load) from 1 KiB on and to 4 below, where 16 would cost more than it gains.
-    """
-
-    dtype: torch.dtype
-    cols: int
-    tile: tuple[int, int] | None
-    extra: int = 0  # bytes of the caller's own between data and scales; a multiple of 4
-
-    @staticmethod
-    def of(q: Quantized, extra: int = 0) -> RowFormat:
-        """The format of q's rows.
-
-        Raises:
-            AssertionError: q's tiles span several rows, so its rows cannot travel alone.
-        """
-        assert q.tile in (None, TENSORWISE) or q.tile[0] == 1, f"tiles {q.tile} span several rows"
-        return RowFormat(q.data.dtype, q.shape[-1], q.tile, extra)
-
-    @property
-    def data_bytes(self) -> int:
-        return self.cols * self.dtype.itemsize
-
-    @property
-    def num_scales(self) -> int:
-        return 0 if self.tile is None or self.tile == TENSORWISE else -(-self.cols // self.tile[1])
-
-    @property
-    def row_bytes(self) -> int:
-        size = self.data_bytes + self.extra + self.num_scales
-        align = 16 if self.data_bytes >= 1024 else 4
-        return -(-size // align) * align
-
-
-def exponent_bytes(scale_inv: Tensor) -> Tensor:
-    """Power-of-two fp32 scales -> uint8 exponents (E8M0). Exact: `scale_from_bytes` inverts it."""
-    return (scale_inv.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-
-
-def scale_from_bytes(exponents: Tensor) -> Tensor:
-    """uint8 exponents -> fp32 powers of two."""
-    return (exponents.to(torch.int32) << 23).view(torch.float32)
-
-
-def pack_rows(q: Quantized, extra_RX: Tensor | None = None) -> Tensor:
-    """Rows of q [R, C] (1x128 power-of-two tiles, tensorwise or unscaled) as uint8 [R, B].
-
-    Args:
-        extra_RX: bytes that travel with each row (uint8 [R, X], X a multiple of 4).
-    """
-    form = RowFormat.of(q, 0 if extra_RX is None else extra_RX.shape[1])
-    rows = q.shape[0]
-    out = torch.empty(rows, form.row_bytes, dtype=torch.uint8, device=q.device)
-    end = form.data_bytes
-    out[:, :end] = q.data.contiguous().view(torch.uint8).view(rows, end)
-    if extra_RX is not None:
-        out[:, end : end + form.extra] = extra_RX
-        end += form.extra
-    if form.num_scales:
-        out[:, end : end + form.num_scales] = exponent_bytes(q.scale_inv)
-        end += form.num_scales
-    out[:, end:] = 0
-    return out
-
-
-def unpack_rows(buffer_RB: Tensor, form: RowFormat, scale_inv: Tensor | None = None) -> tuple[Quantized, Tensor]:
-    """uint8 [R, B] -> (Quantized [R, C], the extra bytes [R, X]). A tensorwise `scale_inv` does not travel: pass it."""
-    end = form.data_bytes
-    data = buffer_RB[:, :end].contiguous().view(form.dtype)
-    extra = buffer_RB[:, end : end + form.extra]
-    if form.tile is None:
-        return Quantized.unscaled(data), extra
-    if form.num_scales:
-        exponents = buffer_RB[:, end + form.extra : end + form.extra + form.num_scales]
-        scale_inv = scale_from_bytes(exponents.t().contiguous()).t()  # column-major, as the GEMM reads it
-    return Quantized(data, scale_inv, form.tile), extra
+# ---------------------------------------------------------------- rows of a Quantized
 
 
 class PendingRows:
@@ -220,7 +139,7 @@ class PendingRows:
 
     def wait(self) -> Quantized:
         """The arrived rows."""
-        return unpack_rows(self._pending.wait(), self._form, self._scale_inv)[0]
+        return unpack(self._pending.wait(), self._form, self._scale_inv)
 
 
 class _Arrived:
@@ -236,7 +155,7 @@ def start_all_gather_rows(q: Quantized, axis: Axis, kind: str) -> PendingRows | 
     if axis.size == 1:
         return _Arrived(q)
     form = RowFormat.of(q)
-    return PendingRows(start_all_gather(pack_rows(q), axis, kind, FORMAT_NAMES[form.dtype]), form, q.scale_inv)
+    return PendingRows(start_all_gather(pack(q), axis, kind, FORMAT_NAMES[form.dtype]), form, q.scale_inv)
 
 
 def all_gather_rows(q: Quantized, axis: Axis, kind: str) -> Quantized:
@@ -249,5 +168,5 @@ def start_exchange(q: Quantized, axis: Axis, kind: str, send: Sequence[int], rec
     if axis.size == 1:
         return _Arrived(q)
     form = RowFormat.of(q)
-    pending = start_all_to_all(pack_rows(q), axis, kind, send, recv, FORMAT_NAMES[form.dtype])
+    pending = start_all_to_all(pack(q), axis, kind, send, recv, FORMAT_NAMES[form.dtype])
     return PendingRows(pending, form, q.scale_inv)

@@ -26,7 +26,6 @@ from torch import Tensor
 from fp8.permute import (
     Permutation,
     build_permutation,
-    gather_rows,
     permute,
     permute_slots,
     sum_rows,
@@ -36,16 +35,10 @@ from fp8.permute import (
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK
-from parallel.collectives import (
-    FORMAT_NAMES,
-    RowFormat,
-    all_to_all,
-    pack_rows,
-    start_all_to_all,
-    start_exchange,
-    unpack_rows,
-)
+from parallel.collectives import all_to_all, start_exchange
 from parallel.mesh import Axis
+from parallel.payload import RowFormat, extra_of, pack, unpack
+from parallel.traffic import FORMAT_NAMES
 
 DISPATCH, COMBINE = "dispatch", "combine"
 
@@ -159,13 +152,12 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
     extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
     form = RowFormat.of(x_q, extra.shape[1])
-    payload = pack_rows(gather_rows(x_q, token_M), extra)
+    payload = pack(x_q, token_M, extra)
     try:
-        arrived = start_all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype]).wait()
-        q_ND, extra = unpack_rows(arrived, form, x_q.scale_inv)
-        weights_Nk, ids_Nk = _unpack_slots(extra, k)
+        arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
+        weights_Nk, ids_Nk = _unpack_slots(extra_of(arrived, form), k)
         perm = build_permutation(ids_Nk, local, _buffer_rows(start))
-        rows, w_R = permute(q_ND, perm), permute_slots(weights_Nk, perm)
+        rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
     except torch.OutOfMemoryError as error:
         rows = _buffer_rows(start)
         need = (sum(recv) + rows) * form.row_bytes / 2**30
@@ -190,9 +182,17 @@ def _buffer_rows(start: PlanStart) -> int:
 
 def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
     """[T, D] -> [R, D] along an existing plan: dY in backward (quantised once, here), x again under recompute."""
-    if plan.axis.size > 1:
-        x_q = start_exchange(gather_rows(x_q, plan.token_M), plan.axis, DISPATCH, plan.send, plan.recv).wait()
-    return permute(x_q, plan.perm)
+    if plan.axis.size == 1:
+        return permute(x_q, plan.perm)
+    form, payload = RowFormat.of(x_q), pack(x_q, plan.token_M)
+    arrived = all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
+    return _unpack_rows(arrived, form, x_q, plan.perm)
+
+
+def _unpack_rows(arrived_NB: Tensor, form: RowFormat, sent: Quantized, perm: Permutation) -> Quantized:
+    """Packed rows [N, B] -> [R, D], each where `perm` puts it."""
+    k, live_B = perm.row_Tk.shape[1], perm.groups.block_expert_B
+    return unpack(arrived_NB, form, sent.scale_inv, perm.slot_R, k, live_B)
 
 
 def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:
@@ -205,7 +205,7 @@ def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:
     if axis.size == 1:
         return partial_ND
     if axis.wire is None:
-        back_MD = start_all_to_all(partial_ND, axis, COMBINE, plan.recv, plan.send).wait()
+        back_MD = all_to_all(partial_ND, axis, COMBINE, plan.recv, plan.send)
     else:
         q = quantize(partial_ND, axis.wire)
         back_MD = start_exchange(q, axis, COMBINE, plan.recv, plan.send).wait().dequantize(y_RD.dtype)
@@ -217,7 +217,7 @@ def combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Tensor:
     dw_Nk = unpermute_slots(dw_R, plan.perm)
     if plan.axis.size == 1:
         return dw_Nk
-    return sum_rows(start_all_to_all(dw_Nk, plan.axis, COMBINE, plan.recv, plan.send).wait(), plan.row_Tn)
+    return sum_rows(all_to_all(dw_Nk, plan.axis, COMBINE, plan.recv, plan.send), plan.row_Tn)
 
 
 # ---------------------------------------------------------------- reference

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fp8.optimizer import sum_of_squares
 from fp8.weight import Piece, Weight
 from parallel.collectives import Pending, all_reduce, start_all_reduce
 from parallel.mesh import Axis, Mesh
@@ -188,6 +189,6 @@ def global_grad_norm(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh) ->
         device = weight.data.device
         if weight.trainable and weight.has_grad:
             owned = _owned(weight, mesh)
-            squares += [weight.main_grad[p.local].float().square().sum() for p in weight.pieces if owned(p)]
+            squares += [sum_of_squares(weight.main_grad[p.local]) for p in weight.pieces if owned(p)]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     return all_reduce(total, mesh.world, "norm").sqrt()

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from fp8.quantize import quantize
-from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from parallel.collectives import (
-    RowFormat,
     all_gather,
     all_gather_rows,
     all_reduce,
     all_to_all,
     broadcast,
-    pack_rows,
     reduce_scatter,
-    unpack_rows,
 )
 from parallel.mesh import Axis, build_mesh
 from tests.helpers import run_ranks
@@ -85,27 +81,3 @@ def test_a_solo_axis_returns_its_input_and_counts_nothing() -> None:
     assert all_gather(x, axis, "t") is x and reduce_scatter(x, axis, "t") is x and all_reduce(x, axis, "t") is x
     assert all_gather_rows(q, axis, "t") is q and all_to_all(x, axis, "t", [4], [4]) is x
     assert not axis.traffic.sent
-
-
-@pytest.mark.parametrize("cols", [128, 200, 384, 2048])
-def test_packed_rows_come_back_bit_for_bit(cols: int) -> None:
-    x = torch.randn(7, cols) * torch.logspace(-36, 30, 7)[:, None]
-    x[3] = 0
-    q = quantize(x, ROW)
-    extra = torch.arange(7 * 8, dtype=torch.uint8).view(7, 8)
-    form = RowFormat.of(q, 8)
-    packed = pack_rows(q, extra)
-    assert packed.shape == (7, form.row_bytes)
-    back, extra_back = unpack_rows(packed, form)
-    assert torch.equal(back.data.view(torch.uint8), q.data.view(torch.uint8)) and torch.equal(extra_back, extra)
-    assert torch.equal(back.scale_inv, q.scale_inv) and back.scale_inv.t().is_contiguous()
-
-
-def test_unscaled_rows_pack_too() -> None:
-    q = Quantized.unscaled(torch.randn(3, 6).bfloat16())
-    assert torch.equal(unpack_rows(pack_rows(q), RowFormat.of(q))[0].data, q.data)
-
-
-def test_a_weight_tile_cannot_travel_by_rows() -> None:
-    with pytest.raises(AssertionError, match="span several rows"):
-        pack_rows(quantize(torch.randn(128, 128), Recipe.block().weight))

@@ -1,0 +1,128 @@
+"""Triton kernels behind payload.py: each row is read once and written once, as 32-bit words.
+
+Shapes: T rows held, M rows packed, R rows made. A packed row: data words | extra words | scale words (4 exponents each) | zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8.quantized import Quantized
+from parallel.payload import RowFormat
+
+ROWS, WORDS = 16, 512  # 16 rows share the 64 bytes of a scale column that one load or store touches
+
+
+@triton.jit(do_not_specialize=["rows_q", "rows"])
+def _pack(
+    x_ptr, si_ptr, index_ptr, extra_ptr, out_ptr, rows_q, rows, words, extra_words, scales, row_words,
+    INDEXED: tl.constexpr, EXTRA: tl.constexpr, SCALE_WORDS: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """ROWS packed rows x WORDS words of their data; the first column block also packs what follows the data."""
+    rb, wb = tl.program_id(0), tl.program_id(1)
+    row = rb * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    source = tl.load(index_ptr + row, mask=row_ok, other=0) if INDEXED else row
+    at_out = out_ptr + row.to(tl.int64)[:, None] * row_words
+    word = wb * WORDS + tl.arange(0, WORDS)
+    ok = row_ok[:, None] & (word < words)[None, :]
+    x = tl.load(x_ptr + source.to(tl.int64)[:, None] * words + word[None, :], mask=ok, other=0)
+    tl.store(at_out + word[None, :], x, mask=ok)
+    if wb == 0:
+        if EXTRA > 0:
+            e = tl.arange(0, EXTRA)
+            ok = row_ok[:, None] & (e < extra_words)[None, :]
+            value = tl.load(extra_ptr + row.to(tl.int64)[:, None] * extra_words + e[None, :], mask=ok, other=0)
+            tl.store(at_out + words + e[None, :], value, mask=ok)
+        # exponents four to a word, then zeros to the end of the row
+        w = tl.arange(0, TAIL)
+        packed = tl.zeros((ROWS, TAIL), tl.int32)
+        if SCALE_WORDS > 0:
+            for byte in tl.static_range(4):
+                block = w * 4 + byte
+                ok = row_ok[:, None] & (block < scales)[None, :]
+                si = tl.load(si_ptr + block.to(tl.int64)[None, :] * rows_q + source[:, None], mask=ok, other=0.0)
+                packed |= ((si.to(tl.int32, bitcast=True) >> 23) & 0xFF) << (8 * byte)
+        start = words + extra_words
+        tl.store(at_out + start + w[None, :], packed, mask=row_ok[:, None] & (w < row_words - start)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _unpack(
+    in_ptr, index_ptr, live_ptr, y_ptr, si_ptr, rows, words, extra_words, scales, row_words,
+    INDEXED: tl.constexpr, PER_ROW: tl.constexpr, LIVE: tl.constexpr, SCALE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows x WORDS words of y from the packed rows they come from; the first column block also spreads the scales."""
+    rb, wb = tl.program_id(0), tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb * ROWS // 128) < 0:
+            return
+    row = rb * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    source = tl.load(index_ptr + row, mask=row_ok, other=-1) if INDEXED else tl.where(row_ok, row, -1)
+    present = source >= 0
+    at_in = in_ptr + (source // PER_ROW).to(tl.int64)[:, None] * row_words
+    word = wb * WORDS + tl.arange(0, WORDS)
+    word_ok = (word < words)[None, :]
+    x = tl.load(at_in + word[None, :], mask=present[:, None] & word_ok, other=0)
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * words + word[None, :], x, mask=row_ok[:, None] & word_ok)
+    if SCALE_WORDS > 0:
+        if wb == 0:
+            w = tl.arange(0, SCALE_WORDS)
+            # 127 in each byte: scale 1 for rows that come from nowhere
+            packed = tl.load(
+                at_in + words + extra_words + w[None, :], mask=present[:, None] & (w * 4 < scales)[None, :], other=0x7F7F7F7F
+            )
+            for byte in tl.static_range(4):
+                block = w * 4 + byte
+                si = (((packed >> (8 * byte)) & 0xFF) << 23).to(tl.float32, bitcast=True)
+                at = si_ptr + block.to(tl.int64)[None, :] * rows + row[:, None]
+                tl.store(at, si, mask=row_ok[:, None] & (block < scales)[None, :])
+
+
+def _power(n: int) -> int:
+    return triton.next_power_of_2(n) if n else 0
+
+
+def pack(q: Quantized, index_M: Tensor | None, extra_MX: Tensor | None) -> Tensor:
+    """As payload.pack_ref; rows of whole words."""
+    form = RowFormat.of(q, 0 if extra_MX is None else extra_MX.shape[1])
+    rows = q.shape[0] if index_M is None else index_M.numel()
+    out = torch.empty(rows, form.row_bytes, dtype=torch.uint8, device=q.device)
+    if rows == 0:
+        return out
+    words, row_words, extra_words = form.data_bytes // 4, form.row_bytes // 4, form.extra // 4
+    data = q.data.contiguous().view(torch.uint8).view(torch.int32)
+    scales = form.num_scales
+    extra = data if extra_MX is None else extra_MX.contiguous().view(torch.int32)
+    _pack[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
+        data, q.scale_inv if scales else data, data if index_M is None else index_M, extra, out.view(torch.int32),
+        q.shape[0], rows, words, extra_words, scales, row_words,
+        INDEXED=index_M is not None, EXTRA=_power(extra_words), SCALE_WORDS=_power(triton.cdiv(scales, 4)),
+        TAIL=_power(max(row_words - words - extra_words, 1)), ROWS=ROWS, WORDS=WORDS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def unpack(
+    payload_MB: Tensor, form: RowFormat, scale_inv: Tensor | None, index_R: Tensor | None, per_row: int, live_B: Tensor | None
+) -> Quantized:
+    """As payload.unpack_ref; rows of whole words."""
+    rows = payload_MB.shape[0] if index_R is None else index_R.numel()
+    data = torch.empty(rows, form.cols, dtype=form.dtype, device=payload_MB.device)
+    scales = form.num_scales
+    if scales:
+        scale_inv = torch.empty(scales, rows, dtype=torch.float32, device=data.device).t()
+    if rows:
+        words, packed = form.data_bytes // 4, payload_MB.view(torch.int32)
+        _unpack[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
+            packed, packed if index_R is None else index_R, packed if live_B is None else live_B,
+            data.view(torch.uint8).view(torch.int32), scale_inv if scales else packed,
+            rows, words, form.extra // 4, scales, form.row_bytes // 4,
+            INDEXED=index_R is not None, PER_ROW=per_row, LIVE=live_B is not None,
+            SCALE_WORDS=_power(triton.cdiv(scales, 4)), ROWS=ROWS, WORDS=WORDS, num_warps=4,
+        )  # fmt: skip
+    return Quantized(data, scale_inv if form.tile is not None else None, form.tile)
