@@ -1,6 +1,6 @@
 """Quantise, quantise-transposed, re-tile and transpose. Each section reads: reference, then the public function.
 
-The kernels for Hopper stand in quantize_kernels.py; the tensor's device chooses.
+The kernels stand in quantize_kernels.py and transpose_kernels.py; the tensor's device chooses.
 
 Shapes: R rows, C columns, Rp = R rounded up to 128; nr, nc = number of tiles along rows and columns.
 Scale rule (all power-of-two specs): multiplier s = 2^floor(log2(FP8_MAX / amax)), so the tile's maximum never clips; the
@@ -10,6 +10,7 @@ floor near gradients (DeepGEMM's 1e-4 would flush them). Non-finite amax -> s = 
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 import torch
@@ -20,13 +21,11 @@ from fp8.quantized import Quantized, expand_scales
 from fp8.recipe import BLOCK, E4M3, FP8_MAX, TENSORWISE, Spec
 
 
-def _kernels(t: Tensor, dtype: torch.dtype) -> ModuleType | None:
+def _kernels(t: Tensor, dtype: torch.dtype, module: str = "quantize_kernels") -> ModuleType | None:
     """The Triton kernels where they apply (E4M3 on a GPU, rows in whole 16-byte pieces); None means the reference."""
     if not t.is_cuda or dtype != E4M3 or t.shape[-1] % 16:
         return None
-    from fp8 import quantize_kernels  # Triton comes with CUDA builds of torch only
-
-    return quantize_kernels
+    return importlib.import_module(f"fp8.{module}")  # here: Triton comes with CUDA builds of torch only
 
 
 # ---------------------------------------------------------------- scales and casts
@@ -107,7 +106,9 @@ def quantize(x: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quantize
 
 
 def quantize_t_ref(x_RC: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quantized:
-    """[R, C] -> its transpose [C, Rp], tiles along R: what wgrad reads of dY. Padding rows are zero."""
+    """[R, C] -> its transpose [C, Rp], tiles along R: what wgrad reads of dY. Padding rows are zero; unscaled, it is a view."""
+    if not spec.is_fp8:
+        return Quantized.unscaled(_pad_rows(x_RC.to(spec.dtype), -x_RC.shape[0] % BLOCK).t())
     x_CR = F.pad(x_RC, (0, 0, 0, -x_RC.shape[0] % BLOCK)).t().contiguous()
     return quantize_ref(x_CR, spec, scale_inv)
 
@@ -160,6 +161,8 @@ def retile_t(q_RC: Quantized, spec: Spec, live_B: Tensor | None = None) -> Quant
 
 def _pad_rows(data: Tensor, rows: int, cols: int = 0) -> Tensor:
     """Zero rows below and zero columns to the right, FP8 as bytes."""
+    if rows == cols == 0:
+        return data
     raw = data.view(torch.uint8) if data.element_size() == 1 else data
     return F.pad(raw, (0, cols, 0, rows)).view(data.dtype)
 
@@ -173,7 +176,9 @@ def requantize_t_ref(q: Quantized) -> Quantized:
     Source: FP8-Flow-MoE's scaling-aware transpose, with correct subnormals.
     """
     pad_r = -q.shape[0] % BLOCK
-    if q.tile in (None, TENSORWISE):
+    if q.tile is None:
+        return Quantized.unscaled(_pad_rows(q.data, pad_r).t())
+    if q.tile == TENSORWISE:
         return Quantized(_pad_rows(q.data, pad_r).t().contiguous(), q.scale_inv, q.tile)
     assert q.tile[0] == 1, f"re-tiling starts from row tiles, got {q.tile}"
     edge, cols = q.tile[1], q.shape[1]
@@ -194,7 +199,7 @@ def requantize_t(q: Quantized, live_B: Tensor | None = None) -> Quantized:
     Args:
         live_B: as for `quantize_t`.
     """
-    kernels = _kernels(q.data, q.data.dtype)
+    kernels = _kernels(q.data, q.data.dtype, "transpose_kernels")
     if kernels and q.tile == (1, BLOCK):
         return kernels.requantize_transposed(q, live_B)
     return requantize_t_ref(q)
@@ -205,16 +210,15 @@ def requantize_t(q: Quantized, live_B: Tensor | None = None) -> Quantized:
 
 def transpose_ref(w: Quantized) -> Quantized:
     """[..., R, C] -> [..., C, R], exact: square tiles (or one tile, or none) keep their scales."""
-    data = w.data.transpose(-1, -2).contiguous()
     if w.scale_inv is None:
-        return Quantized.unscaled(data)
+        return Quantized.unscaled(w.data.transpose(-1, -2))  # a view: GEMMs of unscaled operands take either layout
     assert w.tile[0] == w.tile[1], f"only square tiles transpose exactly, got {w.tile}"
-    return Quantized(data, w.scale_inv.transpose(-1, -2).contiguous(), w.tile)
+    return Quantized(w.data.transpose(-1, -2).contiguous(), w.scale_inv.transpose(-1, -2).contiguous(), w.tile)
 
 
 def transpose(w: Quantized) -> Quantized:
     """The exact transpose of a weight, made on demand for dgrad and dropped after it."""
-    kernels = _kernels(w.data, w.data.dtype)
+    kernels = _kernels(w.data, w.data.dtype, "transpose_kernels")
     if kernels and w.scale_inv is not None and w.shape[-2] % 4 == 0:
         scale_inv = w.scale_inv.transpose(-1, -2).contiguous()
         return Quantized(kernels.transpose_codes(w.data.contiguous()), scale_inv, w.tile)
