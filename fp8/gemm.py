@@ -46,7 +46,8 @@ def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
         scales, kinds = (a.scale_inv.reshape(()), b.scale_inv.reshape(())), (kind.TensorWise, kind.TensorWise)
     else:
         # cuBLAS wants the K direction of B's scales in rows of four: K = 256 has two, and pads.
-        scales = (a.scale_inv, F.pad(b.scale_inv, (0, -b.scale_inv.shape[-1] % 4)).t())
+        pad = -b.scale_inv.shape[-1] % 4
+        scales = (a.scale_inv, (F.pad(b.scale_inv, (0, pad)) if pad else b.scale_inv).t())
         kinds = (kind.BlockWise1x128, kind.BlockWise128x128)
     swizzle = F.SwizzleType.NO_SWIZZLE
     return F.scaled_mm(
