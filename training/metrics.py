@@ -73,7 +73,7 @@ class Phases:
         return seconds
 
 
-def expert_load(model: nn.Module, counts_LE: Tensor) -> dict[str, float]:
+def expert_load(model: nn.Module, counts_LE: Tensor | None) -> dict[str, float]:
     """How evenly the experts of each router were used in a step, and the spread of its bias.
 
     Args:
@@ -83,7 +83,9 @@ def expert_load(model: nn.Module, counts_LE: Tensor) -> dict[str, float]:
         "load/NAME/max_over_mean" (1 is even), ".../dead" (share of experts without a token), ".../entropy" (over log E, 1 is
         even), "bias/NAME/range"; and "load/max_over_mean", "load/dead" over all layers.
     """
-    found = {}
+    found: dict[str, float] = {}
+    if counts_LE is None:  # a dense model
+        return found
     for (name, router), counts_E in zip(routers(model), counts_LE.double(), strict=True):
         share_E = counts_E / counts_E.sum().clamp(min=1)
         found[f"load/{name}/max_over_mean"] = float(share_E.max() * share_E.numel())

@@ -47,6 +47,10 @@ class StepResult:
     counts_LE: Tensor | None = None  # int64 tokens by router and expert, when asked for; on the CPU
     notes: tuple[str, ...] = ()  # what `auto` chose and why, at the steps at which it measures
 
+    def metrics(self) -> dict[str, float]:
+        """By the names they are logged under."""
+        return {name: getattr(self, name) for name in ("loss", "mtp_loss", "z_loss", "aux_loss", "grad_norm")}
+
 
 def global_counts(batches: Sequence[Batch], mesh: Mesh) -> NumValid:
     """Valid tokens of all micro-batches of all ranks."""
