@@ -19,7 +19,16 @@ from fp8.stash import Stash
 from fp8.swiglu import quantize_pre_activation, quantize_swiglu, quantize_swiglu_backward, swiglu_ref
 from fp8.weight import Weight
 from model.config import ModelConfig
-from parallel.dispatch import PlanStart, combine_rows, combine_slots, dispatch, dispatch_rows, start_plan
+from parallel.dispatch import (
+    PlanStart,
+    combine_rows,
+    combine_slots,
+    dispatch,
+    dispatch_rows,
+    start_combine_rows,
+    start_dispatch_rows,
+    start_plan,
+)
 from parallel.mesh import Axis
 from parallel.split import split_weight
 
@@ -85,9 +94,12 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
         call, plan, groups = ctx.call, ctx.plan, ctx.plan.perm.groups
         w1, w2 = call.w1, call.w2
-        dy_q = dispatch_rows(w2.quantize_grad(dout_TD), plan)
+        arriving = start_dispatch_rows(w2.quantize_grad(dout_TD), plan)
+        w2_t = transpose(w2.q)  # while dy travels
         w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
-        da_Rf = grouped_gemm_nt(dy_q, transpose(w2.q), groups, ctx.dtype)
+        dy_q = arriving()
+        da_Rf = grouped_gemm_nt(dy_q, w2_t, groups, ctx.dtype)
+        del w2_t
         if w1.is_watched:
             clear_unused(da_Rf, groups)
         a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype, live_B)
@@ -99,12 +111,13 @@ class _RoutedExperts(torch.autograd.Function):
         dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
         del h_q, da_Rf
         dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
-        del dh_q
+        leaving = start_combine_rows(dx_RD, plan)  # dx travels while w1's gradient is made
+        del dh_q, dx_RD
         rows_q = ctx.rows.pop()
         if w1.trainable:
             x_t = requantize_t(rows_q, live_B)
             w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
-        return combine_rows(dx_RD, plan), combine_slots(dw_R, plan), None, None, None
+        return leaving(), combine_slots(dw_R, plan), None, None, None
 
 
 class RoutedExperts(nn.Module):

@@ -18,7 +18,10 @@ rows of the padded buffer, D features.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ from fp8.permute import (
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK
-from parallel.collectives import all_to_all, start_exchange
+from parallel.collectives import all_to_all, start_all_to_all, start_exchange
 from parallel.mesh import Axis
 from parallel.payload import RowFormat, extra_of, pack, unpack
 from parallel.traffic import FORMAT_NAMES
@@ -130,6 +133,9 @@ def _unpack_slots(extra_NX: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quantized, Tensor, DispatchPlan]:
     """Sends tokens to their experts: row bytes, scales, routing weights and expert ids in one all-to-all.
 
+    On CUDA that runs beside what was queued since `start_plan` (the shared expert): it waits for no later work, so x_q and
+    weights_Tk must have been made before `start_plan`.
+
     Args:
         x_q: [T, D], row-tiled, unscaled, or tensorwise with a scale that is common to the axis.
         weights_Tk: routing weights; any value that expert e needs of (token, slot).
@@ -144,32 +150,55 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     if axis.size == 1:
         plan = DispatchPlan(axis, build_permutation(start.ids_Tk, start.num_experts))
         return permute(x_q, plan.perm), permute_slots(weights_Tk, plan.perm), plan
-    if start.ready is not None:
-        start.ready.synchronize()
-    send, recv = _token_counts(start)
     local, k = start.num_experts // axis.size, start.ids_Tk.shape[1]
-    token_M, rank_M, row_Tn = _send_order(start.to_rank_Tn, sum(send))
-    ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
-    extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
-    form = RowFormat.of(x_q, extra.shape[1])
-    payload = pack(x_q, token_M, extra)
+    send, recv = _token_counts(start)
     try:
-        arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
+        with _beside_later_work(start) as hand_over:
+            token_M, rank_M, row_Tn = _send_order(start.to_rank_Tn, sum(send))
+            ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
+            extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
+            form, payload = RowFormat.of(x_q, extra.shape[1]), pack(x_q, token_M, extra)
+            arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
+            hand_over(token_M, row_Tn, arrived)
         weights_Nk, ids_Nk = _unpack_slots(extra_of(arrived, form), k)
         perm = build_permutation(ids_Nk, local, _buffer_rows(start))
         rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
     except torch.OutOfMemoryError as error:
         rows = _buffer_rows(start)
-        need = (sum(recv) + rows) * form.row_bytes / 2**30
+        need = (sum(recv) + rows) * RowFormat.of(x_q).row_bytes / 2**30
         raise RuntimeError(
-            f"ep rank {axis.rank} received {sum(recv)} tokens for {local} experts ({rows} padded rows): their rows "
-            f"alone need {need:.2f} GiB. Smaller micro-batches, more ep ranks or a better balance would help."
+            f"ep rank {axis.rank} received {sum(recv)} tokens for {local} experts ({rows} padded rows): their rows alone "
+            f"need {need:.2f} GiB. Smaller micro-batches, more ep ranks or a better balance would help."
         ) from error
     return rows, w_R, DispatchPlan(axis, perm, tuple(send), tuple(recv), token_M, row_Tn)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside_later_work(start: PlanStart) -> Iterator[Callable[..., None]]:
+    """On CUDA, a side stream that waits for what was queued before `start_plan` returned, and for nothing since.
+
+    Yields a function that hands tensors made inside over to the stream outside.
+    """
+    if start.ready is None:
+        yield lambda *tensors: None
+        return
+    main = torch.cuda.current_stream()
+    side = _side_stream(main.device)
+    side.wait_event(start.ready)
+    with torch.cuda.stream(side):
+        yield lambda *tensors: [t.record_stream(main) for t in tensors]
+    main.wait_stream(side)
+
+
 def _token_counts(start: PlanStart) -> tuple[list[int], list[int]]:
-    """Tokens to and from each rank."""
+    """Tokens to and from each rank. The one host synchronisation of a layer."""
+    if start.ready is not None:
+        start.ready.synchronize()
     sent, received = start.counts[:, :, 0].tolist()
     return sent, received
 
@@ -180,13 +209,21 @@ def _buffer_rows(start: PlanStart) -> int:
     return max(BLOCK, int(((rows_e + BLOCK - 1) // BLOCK * BLOCK).sum()))
 
 
-def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
-    """[T, D] -> [R, D] along an existing plan: dY in backward (quantised once, here), x again under recompute."""
+def start_dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Callable[[], Quantized]:
+    """[T, D] -> [R, D] along an existing plan: dY in backward (quantised once, here), x again under recompute.
+
+    Returns a function that waits and gives the rows; work queued before it is called runs beside the wire.
+    """
     if plan.axis.size == 1:
-        return permute(x_q, plan.perm)
+        return lambda: permute(x_q, plan.perm)
     form, payload = RowFormat.of(x_q), pack(x_q, plan.token_M)
-    arrived = all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
-    return _unpack_rows(arrived, form, x_q, plan.perm)
+    flight = start_all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
+    return lambda: _unpack_rows(flight.wait(), form, x_q, plan.perm)
+
+
+def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
+    """`start_dispatch_rows`, waited for."""
+    return start_dispatch_rows(x_q, plan)()
 
 
 def _unpack_rows(arrived_NB: Tensor, form: RowFormat, sent: Quantized, perm: Permutation) -> Quantized:
@@ -195,21 +232,25 @@ def _unpack_rows(arrived_NB: Tensor, form: RowFormat, sent: Quantized, perm: Per
     return unpack(arrived_NB, form, sent.scale_inv, perm.slot_R, k, live_B)
 
 
-def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:
+def start_combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
     """[R, D] -> [T, D]: the sum over each token's experts, in FP32; on the wire in y's dtype or `axis.wire`.
 
-    The experts of one rank are summed there, so one row a (token, rank) comes back.
+    The experts of one rank are summed there, so one row a (token, rank) comes back. Returns a function that waits and gives
+    the sum.
     """
-    axis = plan.axis
-    partial_ND = unpermute_sum(y_RD, plan.perm)
+    axis, partial_ND = plan.axis, unpermute_sum(y_RD, plan.perm)
     if axis.size == 1:
-        return partial_ND
+        return lambda: partial_ND
     if axis.wire is None:
-        back_MD = all_to_all(partial_ND, axis, COMBINE, plan.recv, plan.send)
-    else:
-        q = quantize(partial_ND, axis.wire)
-        back_MD = start_exchange(q, axis, COMBINE, plan.recv, plan.send).wait().dequantize(y_RD.dtype)
-    return sum_rows(back_MD, plan.row_Tn)
+        flight = start_all_to_all(partial_ND, axis, COMBINE, plan.recv, plan.send)
+        return lambda: sum_rows(flight.wait(), plan.row_Tn)
+    exchange, dtype = start_exchange(quantize(partial_ND, axis.wire), axis, COMBINE, plan.recv, plan.send), y_RD.dtype
+    return lambda: sum_rows(exchange.wait().dequantize(dtype), plan.row_Tn)
+
+
+def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:
+    """`start_combine_rows`, waited for."""
+    return start_combine_rows(y_RD, plan)()
 
 
 def combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Tensor:
