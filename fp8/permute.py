@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8.grouped_gemm import Groups, make_groups, padded_rows
 from fp8.quantized import Quantized
+from fp8.recipe import BLOCK, TENSORWISE
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ def gather_rows(x: Quantized, index_R: Tensor, per_source: int = 1, live_B: Tens
         live_B: int32 [ceil(R / 128)]; kernels skip blocks with a negative entry (their output is undefined).
     """
     kernels = _kernels(x.data)
-    if kernels and x.data.shape[1] * x.data.element_size() % 4 == 0:
+    if kernels and x.data.shape[1] * x.data.element_size() % 4 == 0 and x.tile in (None, TENSORWISE, (1, BLOCK)):
         return kernels.gather_rows(x, index_R, per_source, live_B)
     return gather_rows_ref(x, torch.where(index_R >= 0, index_R // per_source, index_R))
 
