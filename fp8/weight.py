@@ -262,6 +262,11 @@ class Weight(nn.Module):
         if self._uses % self.num_uses == 0 and self.last_microbatch and self.on_grad_ready is not None:
             self.on_grad_ready(self)
 
+    def note_replayed_uses(self) -> None:
+        """Bookkeeping of one micro-batch's uses that a CUDA graph has made: the gradient is written, nobody was called."""
+        if self.trainable:
+            self._written, self._uses = True, self._uses + self.num_uses
+
     def add_grad(self, grad: Tensor) -> None:
         """`accumulate` for a gradient that already exists as a tensor (norm weights, router, embedding)."""
         self.accumulate(lambda out, acc: out.add_(grad) if acc else out.copy_(grad))

@@ -25,6 +25,7 @@ from model.loss import count_valid
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh
 from tools.bench_layer import print_kernels, profile
+from training.graph import GraphedMicroBatch
 
 PHASES = ("forward", "backward", "clip", "optimizer")
 
@@ -32,7 +33,7 @@ PHASES = ("forward", "backward", "clip", "optimizer")
 class Stepper:
     """A model, its optimizer, and one batch of random tokens."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, stage: int, batch: int, seq_len: int) -> None:
+    def __init__(self, config: ModelConfig, recipe: Recipe, stage: int, batch: int, seq_len: int, graph: bool) -> None:
         with torch.device("cuda"):
             self.model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
         self.optimizer = AdamW(weights(self.model))
@@ -41,14 +42,19 @@ class Stepper:
         data = torch.randint(0, config.vocab_size, (batch, seq_len + 1), device="cuda")
         self.tokens, self.labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
         self.num_valid = count_valid(self.tokens, self.labels)
+        self.graphed = GraphedMicroBatch(self.model, Mesh.solo()) if graph else None
 
     def __call__(self) -> tuple[Tensor, list[torch.cuda.Event]]:
         """One step without host synchronisation: (loss, the events between its phases)."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 1)]
         events[0].record()
-        losses = self.model(self.tokens, self.labels, self.num_valid)
-        events[1].record()
-        losses.total.backward()
+        if self.graphed is not None:
+            losses = self.graphed(self.tokens, self.labels, self.num_valid)
+            events[1].record()
+        else:
+            losses = self.model(self.tokens, self.labels, self.num_valid)
+            events[1].record()
+            losses.total.backward()
         events[2].record()
         norm = grad_norm_squared(weights(self.model)).sqrt()
         scale = (1.0 / norm).clamp(max=1.0)
@@ -61,11 +67,11 @@ class Stepper:
 def measure(stepper: Stepper, steps: int) -> dict[str, float]:
     """Median ms of each phase and of the step, and the losses' ends."""
     losses, rows = [], []
-    for i in range(steps + 3):
+    for i in range(steps + 4):
         loss, events = stepper()
         torch.cuda.synchronize()
         losses.append(loss.item())
-        if i >= 3:
+        if i >= 4:  # two eager steps and a capture with --graph
             rows.append([a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)])
     result = {phase: statistics.median(column) for phase, column in zip(PHASES, zip(*rows, strict=True), strict=True)}
     result["ms"] = statistics.median(sum(row) for row in rows)
@@ -80,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph")
     parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
     parser.add_argument("--profile", type=Path)
@@ -98,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
     for name in args.recipes:
         torch.cuda.reset_peak_memory_stats()
-        stepper = Stepper(config, getattr(Recipe, name)(), args.stage, args.batch, args.seq)
+        stepper = Stepper(config, getattr(Recipe, name)(), args.stage, args.batch, args.seq, args.graph)
         row: dict[str, object] = {"recipe": name} | measure(stepper, args.steps)
         row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -8,7 +8,7 @@ from fp8.cross_entropy import IGNORE
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, assert_quantized, marks, randn
 
 pytestmark = marks
-SIZES = [(1, 128), (150, 784)] if INTERPRETED else [(1, 128), (150, 784), (256, 8192), (2048, 157184)]
+SIZES = [(1, 128), (150, 144)] if INTERPRETED else [(1, 128), (150, 784), (256, 8192), (2048, 157184)]
 
 
 def drawn(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
