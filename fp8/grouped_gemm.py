@@ -7,6 +7,7 @@ The Hopper kernels stand in grouped_gemm_sm90.py.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,11 @@ class Groups:
     @property
     def num_experts(self) -> int:
         return self.counts_E.numel()
+
+    @functools.cached_property
+    def order_E(self) -> Tensor:
+        """int32 experts by falling row count: the order in which wgrad's tiles are dealt out, so that its CTAs finish together."""
+        return self.counts_E.argsort(descending=True).to(torch.int32)
 
 
 def padded_rows(num_rows: int, num_experts: int) -> int:
@@ -116,8 +122,6 @@ def grouped_gemm_nt(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dty
         return grouped_gemm_nt_sm90(a, b, groups, dtype)
     if a.data.is_cuda and _in_bf16(a, b):
         y = F.grouped_mm(high_precision(a), high_precision(b).transpose(1, 2), offs=groups.ends_E, out_dtype=torch.bfloat16)
-        if a.scale_inv is not None:  # one scale a tensor must not come from what lies past the last group
-            y.masked_fill_(torch.arange(y.shape[0], device=y.device)[:, None] >= groups.ends_E[-1], 0.0)
         return y.to(dtype)
     return grouped_gemm_nt_ref(a, b, groups, dtype)
 
