@@ -1,16 +1,6 @@
-"""Expert GEMMs for Hopper in Gluon: one kernel for forward, dgrad and wgrad, FP32 promotion every 128 of K.
+"""The expert GEMMs on Hopper: launchers of grouped_gemm_kernel.py and their table of tiles.
 
-out[m, n] (+)= sum over 128-wide blocks kb of  sa[m, kb] * sb[n // 128, kb] * (a[m, kb] . b[n, kb])
-
-Shapes: R rows of tokens (groups padded to 128, in expert order), E experts, N and K a weight's sizes, KB = ceil(K / 128).
-  forward, dgrad   a [R, K] scales 1x128;  b [E, N, K] scales 128x128; out [R, N]
-  wgrad            a = dy_t [N, R] scales 1x128 along R;  b = x_t [K, R] scales 128x128; out [E, N, K]; an expert's sum runs
-                   over its own 128-row blocks only
-
-One CTA per multiprocessor walks over output tiles. Three or four groups of warps: two consumers (64 rows of the tile each), a
-warp that loads operands with TMA into a ring of stages, and, when accumulating, a warp that loads the old output tile.
-A 128x256 tile halves the L2-to-shared traffic of B per FLOP against 128x128, and that traffic is the first limit.
-The number of row blocks is read on the device: the host never waits for it, and rows past the last group are never read.
+Shapes: R rows of the buffer, E experts, N output columns, K the summed dimension (see the kernel for each operation's operands).
 """
 
 from __future__ import annotations
@@ -22,17 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fp8.grouped_gemm_kernel import grouped_gemm_kernel
 from fp8.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -40,315 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128  # rows of a tile, and the K extent of one scale
 HALF = 64  # rows of one consumer warpgroup
-RUN = 8  # neighbouring tiles of one CTA that may share their piece of B in shared memory
-
-# Triton 3.9 renamed the two copies.
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-@gluon.jit
-def _total_tiles(groups, sizes, WGRAD: gl.constexpr):
-    """Tiles of the whole launch; the row blocks in use are read from the last group's end."""
-    counts, ends, block_expert = groups
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
-    if WGRAD:
-        return num_experts * m_tiles * n_tiles
-    else:
-        return gl.load(ends + num_experts - 1) // 128 * n_tiles
-
-
-@gluon.jit
-def _my_tiles(total, RUN: gl.constexpr):
-    """Tiles of this CTA: every num_programs-th run of RUN neighbours; what is left at the end is cut into shorter runs."""
-    ctas = gl.num_programs(0)
-    if RUN == 1:
-        return (total - gl.program_id(0) + ctas - 1) // ctas
-    else:
-        left = total % (ctas * RUN)
-        run = (left + ctas - 1) // ctas
-        return total // (ctas * RUN) * RUN + gl.maximum(gl.minimum(run, left - gl.program_id(0) * run), 0)
-
-
-@gluon.jit
-def _tile(i, total, groups, sizes, WGRAD: gl.constexpr, RUN: gl.constexpr, TILE_N: gl.constexpr):
-    """Where this CTA's tile i lies: (a_row, b_row, first K block, K blocks, first and last B scale row, c_row, c_col)."""
-    counts, ends, block_expert = groups
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
-    ctas = gl.num_programs(0)
-    if RUN == 1:
-        tile = gl.program_id(0) + i * ctas
-    else:
-        full = total // (ctas * RUN) * RUN  # tiles of this CTA in full runs
-        left = (total % (ctas * RUN) + ctas - 1) // ctas
-        tile = i // RUN * RUN * ctas + gl.program_id(0) * RUN + i % RUN
-        tile = gl.where(i < full, tile, full * ctas + gl.program_id(0) * left + i - full)
-    if WGRAD:
-        expert = tile // (m_tiles * n_tiles)
-        within = tile % (m_tiles * n_tiles)
-        a_row = within // n_tiles * 128
-        c_col = within % n_tiles * TILE_N
-        num_k = (gl.load(counts + expert) + 127) // 128
-        # An empty group reads one block past the end, which TMA fills with zeros.
-        first_k = gl.where(num_k > 0, gl.load(ends + expert) // 128 - num_k, k_blocks)
-        return a_row, c_col, first_k, num_k, c_col // 128, b_blocks - 1, expert * (m_tiles * 128) + a_row, c_col
-    else:
-        expert = gl.load(block_expert + tile // n_tiles)
-        if RUN == 1:  # neighbours share rows of A
-            a_row = tile // n_tiles * 128
-            c_col = tile % n_tiles * TILE_N
-        else:  # neighbours share the piece of B: they walk down the expert's row blocks
-            blocks = (gl.load(counts + expert) + 127) // 128
-            first = gl.load(ends + expert) // 128 - blocks
-            within = tile - first * n_tiles
-            a_row = (first + within % blocks) * 128
-            c_col = within // blocks * TILE_N
-        last = expert * b_blocks + b_blocks - 1
-        return a_row, expert * n_size + c_col, 0, k_blocks, expert * b_blocks + c_col // 128, last, a_row, c_col
-
-
-@gluon.jit
-def _load_operands(
-    descs, ring, groups, sizes,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Producer warp: A (two 64-row boxes), A's scales and B (128-row boxes) of each K block into the next free stage.
-
-    With runs, K has exactly STAGES blocks: a stage always holds the same K block, and B stays while tiles share it.
-    """
-    a_desc, sa_desc, b_desc, c_desc = descs
-    a_ring, sa_ring, b_ring, full, empty = ring
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
-    total = _total_tiles(groups, sizes, WGRAD)
-    a_bytes: gl.constexpr = 2 * 64 * 128 + 2 * 64 * 4
-    b_bytes: gl.constexpr = HALVES * 128 * 128
-    it = 0
-    held = -1
-    for i in range(_my_tiles(total, RUN)):
-        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
-            i, total, groups, sizes, WGRAD, RUN, 128 * HALVES
-        )
-        if (not ADD) or num_k > 0:
-            fetch = b_row != held
-            for k in range(gl.maximum(num_k, 1)):
-                kb = first_k + k
-                stage = it % STAGES
-                bar = full.index(stage)
-                mbarrier.wait(empty.index(stage), (it // STAGES & 1) ^ 1)
-                if RUN == 1:
-                    mbarrier.expect(bar, a_bytes + b_bytes)
-                else:
-                    mbarrier.expect(bar, a_bytes + b_bytes, pred=fetch)
-                    mbarrier.expect(bar, a_bytes, pred=b_row == held)
-                for w in gl.static_range(2):
-                    half = stage * 2 + w
-                    tma_load(a_desc, [a_row + 64 * w, kb * 128], bar, a_ring.index(half))
-                    tma_load(sa_desc, [kb * a_rows + a_row + 64 * w], bar, sa_ring.index(half))
-                for h in gl.static_range(HALVES):
-                    piece = b_ring.index(stage * HALVES + h)
-                    if RUN == 1:
-                        tma_load(b_desc, [b_row + 128 * h, kb * 128], bar, piece)
-                    else:
-                        tma_load(b_desc, [b_row + 128 * h, kb * 128], bar, piece, pred=fetch)
-                it += 1
-            if RUN > 1:
-                held = b_row
-
-
-@gluon.jit
-def _load_output(
-    descs, c_ring, groups, sizes, WGRAD: gl.constexpr, HALVES: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr
-):
-    """Producer warp of the accumulating kernels: the old output in 64-row chunks, one ring for each consumer."""
-    a_desc, sa_desc, b_desc, c_desc = descs
-    c_smem, c_full, c_ready, c_empty = c_ring
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
-    chunk = 0
-    total = _total_tiles(groups, sizes, WGRAD)
-    for i in range(_my_tiles(total, 1)):
-        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
-            i, total, groups, sizes, WGRAD, 1, 128 * HALVES
-        )
-        if num_k > 0:
-            for part in gl.static_range(HALVES * 128 // C_WIDTH):
-                for w in gl.static_range(2):
-                    slot = w * C_BUFS + chunk % C_BUFS
-                    mbarrier.wait(c_empty.index(slot), (chunk // C_BUFS & 1) ^ 1)
-                    mbarrier.expect(c_full.index(slot), c_desc.block_type.nbytes)
-                    tma_load(c_desc, [c_row + 64 * w, c_col + C_WIDTH * part], c_full.index(slot), c_smem.index(slot))
-                chunk += 1
-
-
-@gluon.jit
-def _store_output(
-    descs, c_ring, groups, sizes,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, C_WIDTH: gl.constexpr,
-    C_BUFS: gl.constexpr,
-):  # fmt: skip
-    """Storing warp: sends finished chunks out and hands their buffers back, so that no consumer waits for a store to drain."""
-    a_desc, sa_desc, b_desc, c_desc = descs
-    c_smem, c_full, c_ready, c_empty = c_ring
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
-    chunk = 0
-    total = _total_tiles(groups, sizes, WGRAD)
-    for i in range(_my_tiles(total, RUN)):
-        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
-            i, total, groups, sizes, WGRAD, RUN, 128 * HALVES
-        )
-        if (not ADD) or num_k > 0:
-            for part in gl.static_range(HALVES * 128 // C_WIDTH):
-                for w in gl.static_range(2):
-                    slot = w * C_BUFS + chunk % C_BUFS
-                    mbarrier.wait(c_ready.index(slot), chunk // C_BUFS & 1)
-                    tma_store(c_desc, [c_row + 64 * w, c_col + C_WIDTH * part], c_smem.index(slot))
-                if ADD or C_BUFS == 1:
-                    tma.store_wait(0)
-                    for w in gl.static_range(2):
-                        mbarrier.arrive(c_empty.index(w * C_BUFS + chunk % C_BUFS))
-                else:  # one pair of stores stays in flight
-                    tma.store_wait(2)
-                    for w in gl.static_range(2):
-                        mbarrier.arrive(c_empty.index(w * C_BUFS + (chunk + C_BUFS - 1) % C_BUFS), pred=chunk > 0)
-                chunk += 1
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _emit_chunk(acc, c_ring, chunk, WG: gl.constexpr, ADD: gl.constexpr, C_BUFS: gl.constexpr):
-    """Consumer: one chunk of the sum, added to the old output where asked, into the output ring."""
-    c_smem, c_full, c_ready, c_empty = c_ring
-    slot = WG * C_BUFS + chunk % C_BUFS
-    phase = chunk // C_BUFS & 1
-    buffer = c_smem.index(slot)
-    if ADD:
-        mbarrier.wait(c_full.index(slot), phase)
-        acc += buffer.load(acc.type.layout).to(gl.float32)
-    else:
-        mbarrier.wait(c_empty.index(slot), phase ^ 1)
-    buffer.store(acc.to(c_smem.dtype))
-    fence_async_shared()
-    mbarrier.arrive(c_ready.index(slot))
-    return chunk + 1
-
-
-@gluon.jit
-def _emit(acc, c_ring, chunk, WG: gl.constexpr, ADD: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr):
-    """Consumer: 64x128 sums, as one chunk or as two of 64 columns (a split of registers, nothing moves)."""
-    if C_WIDTH == 128:
-        return _emit_chunk(acc, c_ring, chunk, WG, ADD, C_BUFS)
-    else:
-        left, right = acc.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-        chunk = _emit_chunk(left, c_ring, chunk, WG, ADD, C_BUFS)
-        return _emit_chunk(right, c_ring, chunk, WG, ADD, C_BUFS)
-
-
-@gluon.jit
-def _promote(acc, raw, scale):
-    """acc + raw * scale of each row: one FFMA an element, whatever the compiler's default for fusing them is."""
-    return gl.fma(raw, gl.expand_dims(scale, 1), acc)
-
-
-@gluon.jit
-def _consume(
-    sb_ptr, ring, c_ring, groups, sizes,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
-    """Consumer warpgroup: 64 rows of the tile, one 64x128 product at a time, summed in FP32 outside the tensor core."""
-    a_ring, sa_ring, b_ring, full, empty = ring
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks = sizes
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    never = n_tiles < 0  # false, but not to the compiler: both products then share one register block (else it spills)
-    raw = gl.full([64, 128], 0.0, gl.float32, layout)
-    it = 0
-    chunk = 0
-    total = _total_tiles(groups, sizes, WGRAD)
-    for i in range(_my_tiles(total, RUN)):
-        a_row, b_row, first_k, num_k, sb_row, sb_last, c_row, c_col = _tile(
-            i, total, groups, sizes, WGRAD, RUN, 128 * HALVES
-        )
-        if (not ADD) or num_k > 0:
-            sb0_ptr = sb_ptr + sb_row.to(gl.int64) * k_blocks
-            sb1_ptr = sb_ptr + gl.minimum(sb_row + 1, sb_last).to(gl.int64) * k_blocks
-            acc0 = gl.full([64, 128], 0.0, gl.float32, layout)
-            acc1 = gl.full([64, 128], 0.0, gl.float32, layout)
-            # At least one block: a trip count that may be zero makes ptxas spill the accumulators.
-            for k in range(gl.maximum(num_k, 1)):
-                kb = first_k + k
-                stage = it % STAGES
-                sb0 = gl.load(sb0_ptr + kb, mask=num_k > 0, other=0.0)
-                sb1 = sb0
-                if HALVES == 2:
-                    sb1 = gl.load(sb1_ptr + kb, mask=num_k > 0, other=0.0)
-                mbarrier.wait(full.index(stage), it // STAGES & 1)
-                a = a_ring.index(stage * 2 + WG)
-                b = b_ring.index(stage * HALVES).permute((1, 0))
-                raw = warpgroup_mma(a, b, raw, use_acc=never, is_async=True)
-                sa = sa_ring.index(stage * 2 + WG).load(gl.SliceLayout(1, layout))
-                raw = warpgroup_mma_wait(0, deps=[raw])
-                if HALVES == 1:
-                    mbarrier.arrive(empty.index(stage))
-                acc0 = _promote(acc0, raw, sa * sb0)
-                if HALVES == 2:
-                    b = b_ring.index(stage * HALVES + 1).permute((1, 0))
-                    raw = warpgroup_mma(a, b, raw, use_acc=never, is_async=True)
-                    raw = warpgroup_mma_wait(0, deps=[raw])
-                    mbarrier.arrive(empty.index(stage))
-                    acc1 = _promote(acc1, raw, sa * sb1)
-                it += 1
-            chunk = _emit(acc0, c_ring, chunk, WG, ADD, C_WIDTH, C_BUFS)
-            if HALVES == 2:
-                chunk = _emit(acc1, c_ring, chunk, WG, ADD, C_WIDTH, C_BUFS)
-
-
-# Sizes are not specialised on: a kernel compiled for one buffer serves every other.
-@gluon.jit(do_not_specialize=["num_experts", "m_tiles", "n_tiles", "n_size", "a_rows", "b_blocks", "k_blocks"])
-def _grouped_gemm(
-    a_desc, sa_desc, b_desc, sb_ptr, c_desc, counts, ends, block_expert,
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, RUN: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
-    sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], sa_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES * HALVES, 128, 128], b_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    c_smem = gl.allocate_shared_memory(c_desc.dtype, [C_BUFS * 2, 64, C_WIDTH], c_desc.layout)
-    c_full = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
-    c_ready = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
-    c_empty = gl.allocate_shared_memory(gl.int64, [C_BUFS * 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(C_BUFS * 2):
-        mbarrier.init(c_full.index(i), count=1)
-        mbarrier.init(c_ready.index(i), count=1)
-        mbarrier.init(c_empty.index(i), count=1)
-    fence_async_shared()
-    descs = (a_desc, sa_desc, b_desc, c_desc)
-    ring = (a_ring, sa_ring, b_ring, full, empty)
-    c_ring = (c_smem, c_full, c_ready, c_empty)
-    groups = (counts, ends, block_expert)
-    sizes = (num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks)
-    # Written out: a tuple bound to a name loses its constexprs.
-    if ADD:
-        gl.warp_specialize([
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 0)),
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 1)),
-            (_load_operands, (descs, ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES)),
-            (_store_output, (descs, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, C_WIDTH, C_BUFS)),
-            (_load_output, (descs, c_ring, groups, sizes, WGRAD, HALVES, C_WIDTH, C_BUFS)),
-        ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 0)),
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES, C_WIDTH, C_BUFS, 1)),
-            (_load_operands, (descs, ring, groups, sizes, WGRAD, ADD, RUN, HALVES, STAGES)),
-            (_store_output, (descs, c_ring, groups, sizes, WGRAD, ADD, RUN, HALVES, C_WIDTH, C_BUFS)),
-        ], [4, 1, 1], [232, 40, 40])  # fmt: skip
-
-
-# ---------------------------------------------------------------- launchers
+LONG = 1024  # rows per expert from which a wgrad that adds to FP32 is no longer bound by its output's memory traffic alone
 
 
 @dataclass(frozen=True)
@@ -361,16 +36,17 @@ class Tile:
     buffers: int  # output chunks of each consumer
 
 
-# (operation, output dtype, accumulate) -> tile. See docs/performance.md for what each one measured.
+# (operation, output dtype, accumulate) -> tile. docs/performance.md says what each candidate measured.
 TILES = {
-    ("nt", torch.bfloat16, False): Tile(2, 4, 128, 1),
+    ("nt", torch.bfloat16, False): Tile(2, 3, 128, 2),
     ("nt", torch.float32, False): Tile(1, 4, 128, 1),
-    ("wgrad", torch.bfloat16, False): Tile(2, 4, 128, 1),
-    ("wgrad", torch.float32, False): Tile(1, 4, 128, 1),
+    ("wgrad", torch.bfloat16, False): Tile(2, 3, 128, 2),
+    ("wgrad", torch.float32, False): Tile(1, 3, 128, 2),
     ("wgrad", torch.bfloat16, True): Tile(2, 3, 128, 2),
-    ("wgrad", torch.float32, True): Tile(1, 4, 64, 3),
+    ("wgrad", torch.float32, True): Tile(1, 4, 128, 1),
 }
 NARROW = {torch.bfloat16: Tile(1, 5, 128, 2), torch.float32: Tile(1, 4, 128, 1)}  # N % 256 == 128
+LONG_ADD_FP32 = Tile(2, 3, 64, 2)
 
 
 @functools.cache
@@ -393,16 +69,16 @@ def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: b
     assert k_size % BLOCK == 0, f"the summed dimension, {k_size}, is not a multiple of {BLOCK}"
     n_size = b.shape[-2]
     columns = out_MN.shape[1]
-    run = RUN if k_size == tile.stages * BLOCK and not wgrad else 1
-    _grouped_gemm[(_num_sms(out_MN.device),)](
+    grouped_gemm_kernel[(_num_sms(out_MN.device),)](
         _descriptor(a.data, [HALF, BLOCK]),
         _descriptor(a.scale_inv.t().reshape(-1), [HALF]),
         _descriptor(b.data.view(-1, k_size), [BLOCK, BLOCK]),
-        b.scale_inv, _descriptor(out_MN, [HALF, tile.width]), groups.counts_E, groups.ends_E, groups.block_expert_B,
+        b.scale_inv, _descriptor(out_MN, [HALF, tile.width]),
+        groups.counts_E, groups.ends_E, groups.order_E if wgrad else groups.counts_E, groups.block_expert_B,
         groups.num_experts, a_rows // BLOCK, triton.cdiv(columns, BLOCK * tile.halves), n_size, a_rows,
         triton.cdiv(n_size, BLOCK), k_size // BLOCK,
-        WGRAD=wgrad, ADD=add, RUN=run, HALVES=tile.halves, STAGES=tile.stages, C_WIDTH=tile.width, C_BUFS=tile.buffers,
-        num_warps=4,
+        WGRAD=wgrad, ADD=add, HALVES=tile.halves, STAGES=tile.stages,
+        C_WIDTH=tile.width, C_BUFS=tile.buffers, num_warps=4,
     )  # fmt: skip
 
 
@@ -439,5 +115,7 @@ def grouped_wgrad_sm90(
     assert n_size % BLOCK == 0, f"N = {n_size} is not a multiple of {BLOCK}"
     assert dy_t.shape == (n_size, groups.max_rows) and x_t.shape == (k_size, groups.max_rows)
     assert num_experts == groups.num_experts
-    tile = tile or TILES["wgrad", out.dtype, accumulate]
+    if tile is None:
+        long = accumulate and out.dtype == torch.float32 and groups.max_rows >= LONG * num_experts
+        tile = LONG_ADD_FP32 if long else TILES["wgrad", out.dtype, accumulate]
     _launch(dy_t, x_t, out.view(-1, k_size), groups, True, accumulate, tile)

@@ -174,9 +174,8 @@ def measure_copy(timer: Timer) -> float:
     return 2 * src.numel() / timer({"copy": lambda: dst.copy_(src)})["copy"] * 1e6
 
 
-def print_table(results: list[Result]) -> None:
+def print_rows(results: list[Result]) -> None:
     """One line a result; GEMM columns are empty for quantise kernels."""
-    print(f"{'case':34} {'kernel':24} {'us':>8} {'real':>6} {'padded':>6} {'/bf16':>6} {'roof':>5}")
     for r in results:
         rates = f"{r.tflops_real:6.0f} {r.tflops_padded:6.0f}" if r.tflops_real else " " * 13
         ratio = f"{r.over_bf16:6.2f}" if r.over_bf16 else " " * 6
@@ -196,14 +195,17 @@ def main(argv: list[str]) -> None:
     copy_rate = measure_copy(timer)
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, copy {copy_rate / 1e12:.2f} TB/s; TFLOP/s by real and by padded rows")
+    print(f"{'case':34} {'kernel':24} {'us':>8} {'real':>6} {'padded':>6} {'/bf16':>6} {'roof':>5}")
     results = bench_quantise(timer, 147456, 2048, 256, copy_rate)
+    print_rows(results)
     for experts in args.experts:
         for tokens in args.tokens:
             for kind in args.groups:
                 for n, k in WEIGHTS:
-                    results += bench_gemms(timer, experts, tokens, kind, n, k, copy_rate)
+                    case = bench_gemms(timer, experts, tokens, kind, n, k, copy_rate)
+                    print_rows(case)
+                    results += case
                     torch.cuda.empty_cache()
-    print_table(results)
     if args.out:
         report = {"device": name, "torch": torch.__version__, "copy_bytes_per_s": copy_rate}
         args.out.write_text(json.dumps({**report, "results": [asdict(r) for r in results]}, indent=1))

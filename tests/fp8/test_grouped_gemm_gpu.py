@@ -8,7 +8,14 @@ of 2^-13 of that product. FP32 promotion adds nothing visible beside that, and t
 import pytest
 import torch
 
-from fp8.grouped_gemm import Groups, make_groups
+from fp8.grouped_gemm import (
+    Groups,
+    grouped_gemm_nt,
+    grouped_gemm_nt_ref,
+    grouped_wgrad,
+    grouped_wgrad_ref,
+    make_groups,
+)
 from fp8.quantize import quantize_ref, quantize_t_ref, requantize_t_ref
 from fp8.quantized import Quantized
 from fp8.recipe import Spec
@@ -165,3 +172,41 @@ def test_wgrad_group_shapes(counts: list[int], accumulate: bool, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_wgrad_fills_every_multiprocessor_many_times(dtype: torch.dtype):
     check_wgrad([700, 0, 1900, 3, 2500, 128, 400, 999], 1024, 2048, dtype, accumulate=True)
+
+
+def test_wgrad_deals_out_every_tile_of_uneven_groups():
+    check_wgrad([4000, 1, 0, 2500, 128, 64, 9000, 300, 0, 777], 512, 512, torch.bfloat16, accumulate=False)
+
+
+def test_public_functions_take_the_kernels():
+    """FP8 operands on this device reach the kernels: their result differs from the reference by FP8 accumulation only."""
+    groups = groups_of(ODD)
+    a = quantize_ref(grouped_rows(groups, 256), ROW)
+    b = quantize_ref(torch.randn(len(ODD), 384, 256, device="cuda"), BLOCKS)
+    end = int(groups.ends_E[-1])
+    got = grouped_gemm_nt(a, b, groups, torch.float32)[:end]
+    want = grouped_gemm_nt_ref(a, b, groups, torch.float32)[:end]
+    assert 0 < (got - want).norm() / want.norm() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_operands_keep_the_same_promises(dtype: torch.dtype):
+    """F.grouped_mm behind the same functions: rows past the end unread, empty experts zero or untouched."""
+    groups = groups_of(ODD)
+    end = int(groups.ends_E[-1])
+    x, dy = (grouped_rows(groups, cols).bfloat16() for cols in (256, 128))
+    x[end:], dy[end:] = float("nan"), float("nan")
+    w = torch.randn(len(ODD), 128, 256, device="cuda", dtype=torch.bfloat16)
+    y = grouped_gemm_nt(Quantized.unscaled(x), Quantized.unscaled(w), groups)
+    want = grouped_gemm_nt_ref(Quantized.unscaled(x), Quantized.unscaled(w), groups, torch.float32)
+    assert (y[:end].float() - want[:end]).norm() < 4e-3 * want[:end].norm()
+    dy_t, x_t = (Quantized.unscaled(t.t().contiguous()) for t in (dy, x))
+    exact = torch.zeros(len(ODD), 128, 256, device="cuda")
+    grouped_wgrad_ref(dy_t, x_t, groups, exact, accumulate=False)
+    for accumulate in (False, True):
+        out = torch.full_like(exact, 3.0).to(dtype)
+        grouped_wgrad(dy_t, x_t, groups, out, accumulate)
+        want = exact + 3.0 if accumulate else exact
+        assert (out.float() - want).norm() < 8e-3 * want.norm()
+        empty = torch.tensor(ODD, device="cuda") == 0
+        assert torch.equal(out[empty], want[empty].to(dtype))
