@@ -7,7 +7,7 @@ stands in.
 import triton
 import triton.language as tl
 
-from fp8.quantize_device import decode, flatten4, join4, max4, pack4, pow2_scale, split4, transpose4
+from fp8.quantize_device import decode, join4, max4, pack4, pow2_scale, split4
 
 
 @triton.jit
@@ -45,6 +45,12 @@ def load_bf16x4(ptr, mask):
 
 
 @triton.jit
+def _in_order(z):
+    """[32, 2, 2] of `join4` -> [128], the four neighbours of each entry in order."""
+    return tl.reshape(tl.permute(z, (0, 2, 1)), (128,))
+
+
+@triton.jit
 def store_rows(
     q_ptr, si_ptr, rb, words, word, ok, rows,
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE: tl.constexpr,
@@ -58,7 +64,7 @@ def store_rows(
     peaks = join4(max4(a0, a1, a2, a3), max4(b0, b1, b2, b3), max4(c0, c1, c2, c3), max4(d0, d1, d2, d3))
     multiplier, inverse = pow2_scale(tl.max(peaks, 1))
     row = rb * 128 + tl.arange(0, 128)
-    tl.store(si_ptr + row, flatten4(inverse), mask=row < rows)
+    tl.store(si_ptr + row, _in_order(inverse), mask=row < rows)
     m0, m1, m2, m3 = split4(multiplier)
     m0, m1, m2, m3 = m0[:, None], m1[:, None], m2[:, None], m3[:, None]
     row = rb * 128 + 4 * tl.arange(0, 32)
@@ -86,7 +92,7 @@ def store_columns(
     peaks = join4(max4(a0, b0, c0, d0), max4(a1, b1, c1, d1), max4(a2, b2, c2, d2), max4(a3, b3, c3, d3))
     multiplier, inverse = pow2_scale(tl.max(peaks, 0))
     col = first_col + tl.arange(0, 128)
-    tl.store(sit_ptr + col, flatten4(inverse), mask=col < cols)
+    tl.store(sit_ptr + col, _in_order(inverse), mask=col < cols)
     m0, m1, m2, m3 = split4(multiplier)
     m0, m1, m2, m3 = m0[None, :], m1[None, :], m2[None, :], m3[None, :]
     w0 = pack4(a0 * m0, b0 * m0, c0 * m0, d0 * m0, HARDWARE)
@@ -94,4 +100,5 @@ def store_columns(
     w2 = pack4(a2 * m2, b2 * m2, c2 * m2, d2 * m2, HARDWARE)
     w3 = pack4(a3 * m3, b3 * m3, c3 * m3, d3 * m3, HARDWARE)
     offset = col.to(tl.int64)[:, None] * words_t + (rb * 32 + tl.arange(0, 32))[None, :]
-    tl.store(qt_ptr + offset, transpose4(w0, w1, w2, w3), mask=(col < cols)[:, None])
+    turned = tl.reshape(tl.permute(join4(w0, w1, w2, w3), (1, 3, 2, 0)), (128, 32))  # one trip through shared memory
+    tl.store(qt_ptr + offset, turned, mask=(col < cols)[:, None])
