@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8.optimizer import PRESETS, States
 from fp8.recipe import Recipe
@@ -69,7 +69,7 @@ def round_batch(config: Config, unit: int) -> int | None:
 
 
 def layouts(config: Config, gpus: int) -> list[Layout]:
-    """Every layout of `gpus` ranks that the model's sizes allow."""
+    """Every layout of `gpus` ranks that the model's sizes allow, keeping all activations."""
     model, found = config.model, []
     is_fp8 = config.fp8.build().is_fp8
     for tp in _powers(min(MAX_TP, gpus)):
@@ -83,15 +83,19 @@ def layouts(config: Config, gpus: int) -> list[Layout]:
                     continue
                 if round_batch(config, batch * (gpus // tp)) is None:
                     continue
-                for stage in STAGES:
-                    for sharded in (False, True) if SHARDING and gpus > 1 else (False,):
-                        found.append(Layout(gpus, tp, ep, stage, batch, sharded))
+                for sharded in (False, True) if SHARDING and gpus > 1 else (False,):
+                    found.append(Layout(gpus, tp, ep, 0, batch, sharded))
     return found
 
 
 def search(config: Config, gpus: int, gpu: Gpu, states: States) -> list[Plan]:
-    """Every plan, those that fit first, the fastest of them first; then those that come nearest to fitting."""
-    plans = [make_plan(config, layout, gpu, states) for layout in layouts(config, gpus)]
+    """Every layout with the least recomputation that fits, the fastest first; then those that do not fit, the nearest first."""
+    plans = []
+    for layout in layouts(config, gpus):
+        for stage in STAGES:
+            plans.append(make_plan(config, replace(layout, stage=stage), gpu, states))
+            if plans[-1].fits(gpu):
+                break
     return sorted(plans, key=lambda p: (not p.fits(gpu), p.speed.expected if p.fits(gpu) else p.total))
 
 

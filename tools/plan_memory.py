@@ -193,8 +193,9 @@ def working(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden
     transposed = V * D * b.activation if b.fp8 else V * D * b.hidden
     # BF16 logits, their gradient in BF16, and in FP8 along both dimensions
     head = chunk * V * (2 * b.hidden + (2 * b.activation if b.fp8 else b.hidden)) + transposed
-    weight_t = experts * 2 * f * D * b.activation if b.fp8 else 0  # the transposed weight, made on demand
-    backward = rows * (2 * f * (2 * b.hidden + 2 * b.activation) + D * (b.hidden + 2 * b.activation)) + weight_t
+    # gate_up's dgrad: dh in both forms (its pre-activations have gone by then), dX; the transposed weight, or BF16's own wgrad twice
+    own = experts * 2 * f * D * (b.activation if b.fp8 else 2 * b.hidden)
+    backward = rows * (2 * f * b.activation + D * b.hidden) + own
     forward = rows * (D * (b.activation + b.hidden) + 2 * f * b.hidden + f * (b.hidden + b.activation))
     if layout.stage >= 4:
         one = kept_by_layer(c, recipe, layout, seq_len, hidden, 0)
