@@ -302,11 +302,11 @@ def bytes_report(optimizer: AdamW) -> dict[str, int]:
 
 
 def sum_of_squares(t: Tensor) -> Tensor:
-    """0-dim fp32; one read, accumulated in FP32, no copy of `t`."""
-    return torch.linalg.vector_norm(t, dtype=torch.float32).square()
+    """0-dim fp64; on a GPU one read and no copy of `t`, summed in FP32 by a tree; a CPU's plain FP32 sum would be off by 1e-6."""
+    return torch.linalg.vector_norm(t, dtype=torch.float32 if t.is_cuda else torch.float64).double().square()
 
 
 def grad_norm_squared(named_weights: Iterable[tuple[str, Weight]]) -> Tensor:
-    """Sum of squares of this rank's gradients, 0-dim fp32; weights without a gradient count zero."""
+    """Sum of squares of this rank's gradients, 0-dim fp64; weights without a gradient count zero."""
     squares = [sum_of_squares(w.main_grad) for _, w in named_weights if w.has_grad and w.trainable]
-    return torch.stack(squares).sum() if squares else torch.zeros(())
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

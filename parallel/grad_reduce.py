@@ -190,5 +190,5 @@ def global_grad_norm(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh) ->
         if weight.trainable and weight.has_grad:
             owned = _owned(weight, mesh)
             squares += [sum_of_squares(weight.main_grad[p.local]) for p in weight.pieces if owned(p)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
-    return all_reduce(total, mesh.world, "norm").sqrt()
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    return all_reduce(total, mesh.world, "norm").sqrt().float()

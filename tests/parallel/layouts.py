@@ -216,7 +216,7 @@ def reference_run(idle: bool) -> dict[str, Any]:
         "counts": {n: c.tolist() for n, c in ref.counts.items()},
     }
     want["grads"] = {n: w.grad for n, w in ref.weights.items()}
-    norm = torch.stack([g.square().sum() for g in want["grads"].values()]).sum().sqrt()
+    norm = torch.stack([g.double().square().sum() for g in want["grads"].values()]).sum().sqrt().float()
     want["norm"] = norm.item()
     decay = {n: w.decay for n, w in weights(start)}
     for name, w in ref.weights.items():
@@ -230,7 +230,7 @@ def reference_run(idle: bool) -> dict[str, Any]:
         for w in ref.weights.values():
             w.grad = None
         ref.loss(*batch).backward()
-        norm = torch.stack([w.grad.square().sum() for w in ref.weights.values()]).sum().sqrt()
+        norm = torch.stack([w.grad.double().square().sum() for w in ref.weights.values()]).sum().sqrt().float()
         for w in ref.weights.values():
             w.data.sub_(LR * w.grad * CLIP / norm.clamp(min=CLIP))
         for name in names:
