@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Callable
 
 import torch
 
-from fp8.hardware import machine_of
 from fp8.health import Health
 from fp8.optimizer import AdamW
 from fp8.weight import weights
@@ -26,16 +23,18 @@ from model.counts import flops_per_token
 from model.transformer import Transformer
 from parallel.mesh import build_mesh, close_mesh
 from training.checkpoint import Checkpointer
-from training.config import Config, TrainConfig, load_config
+from training.config import Config, load_config
 from training.data import Loader, PackedDataset
 from training.errors import UserError
 from training.evaluate import evaluate
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class
 from training.packing import packed_path
+from training.process import admit, choose_device, on_sigterm
 from training.profile import ProfileWindow
 from training.sample import generate
 from training.schedule import learning_rate
-from training.start import first_loss_problem, set_starting_values
+from training.start import first_loss_problem, set_gradient_format, set_starting_values
+from training.states import gradient_format, optimizer_states
 from training.step import NonFiniteError, TrainStep
 from training.summary import describe
 from training.tokenizer import check_vocab, load_tokenizer
@@ -57,13 +56,13 @@ def run(config: Config) -> int:
     torch.manual_seed(train.seed + mesh.world.rank)
     with torch.device(device):
         model = Transformer(config.model, config.fp8.build(), mesh, dtype, config.fp8.activations)
-    optimizer = AdamW(weights(model), optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
+    set_gradient_format(model, gradient_format(optim, config.fp8.level))
+    states = optimizer_states(optim, config.fp8.level)
+    optimizer = AdamW(weights(model), optim.beta1, optim.beta2, optim.eps, optim.weight_decay, states, train.seed)
     checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
     state = checkpointer.restore(metrics.warn)
     if state is None:
-        set_starting_values(
-            config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint, metrics.warn
-        )
+        set_starting_values(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint, metrics.warn)
     done, consumed, wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
     loader = Loader(
         train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,
@@ -108,16 +107,13 @@ def run(config: Config) -> int:
         metrics.advance()
         for path in window.end(done, last or result.interrupted):
             metrics.say(f"wrote {path}")
-        problem = first_loss_problem(config, result.loss) if state is None and done == first else None
-        if problem is not None:
+        if state is None and done == first and (problem := first_loss_problem(config, result.loss)) is not None:
             metrics.warn(problem)
         if health is not None:
             metrics.log(done, health_by_class(health.result()))
         if logged:
-            values = {name: getattr(result, name) for name in ("loss", "mtp_loss", "z_loss", "aux_loss", "grad_norm")}
-            values |= {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
-            values |= throughput.read(phases.read())
-            values |= expert_load(model, result.counts_LE) if result.counts_LE is not None else {}
+            values = result.metrics() | {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
+            values |= throughput.read(phases.read()) | expert_load(model, result.counts_LE)
             metrics.log(done, values)
             metrics.say(console_line(done, train.steps, values))
         if config.eval.samples and due(config.eval.every, done) and not last:
@@ -145,33 +141,6 @@ def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.dtype]:
-    """The device of this rank, and the type of what is not FP8. Raises UserError when there is no such device."""
-    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if train.device == "cpu" or (train.device == "auto" and not found):
-        return torch.device("cpu"), torch.bfloat16 if train.dtype == "bf16" and recipe != "fp32" else torch.float32
-    if local_rank >= found:
-        raise UserError(f"this host has {found} GPUs, but torchrun started a process for GPU {local_rank} (train.device)")
-    torch.cuda.set_device(local_rank)
-    is_fp32 = train.dtype == "fp32" or recipe == "fp32"
-    return torch.device("cuda", local_rank), torch.float32 if is_fp32 else torch.bfloat16
-
-
-def admit(config: Config, device: torch.device) -> str:
-    """The prefix of every log line of an emulated run. Raises UserError where the device cannot run the recipe."""
-    try:
-        return config.fp8.admit(machine_of(device))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def on_sigterm() -> Callable[[], bool]:
-    """From now on SIGTERM only raises a flag: the loop saves and stops after the step at hand. Returns the flag's reader."""
-    received = []
-    signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    return lambda: bool(received)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line; turns mistakes of the user into one message and a status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,8 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         return run(load_config(args.config, args.overrides, world_size))
     except (UserError, NonFiniteError) as error:
-        if rank == 0:  # every rank has met the same one
-            print(f"error: {error}", file=sys.stderr)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
+            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 3
     finally:
         close_mesh()
