@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fp8.grouped_gemm import padded_rows
-from fp8.optimizer import AdamW, States
+from fp8.optimizer import States
 from fp8.recipe import BLOCK, Recipe
+from fp8.state_codecs import new_state
 from fp8.weight import weights
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -80,13 +81,13 @@ def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
     layout = Layout(world=tp * ep, tp=tp, ep=ep)
     with torch.device("meta"):
         model = Transformer(config, recipe, layout.mesh())
-        optimizer = AdamW(weights(model), states=states)
-        for name, weight in weights(model):
-            optimizer.set_master(name, torch.empty(weight.data.shape))
     found = {f"{kind} {what}": 0 for kind in ("dense", "expert") for what in ("parameters", "weights", "gradients", "states")}
-    for name, weight in weights(model):
+    for _, weight in weights(model):
         kind = "expert" if weight.expert else "dense"
-        parts = [t for state in optimizer.state()[name].values() for t in _tensors(state) if t is not weight.data]
+        held = {
+            role: codec for role, codec in states.codecs(weight).items() if role != "master" or weight.data.dtype != torch.float32
+        }
+        parts = [t for codec in held.values() for t in new_state(codec, weight.data.shape, weight.data.device).values()]
         found[f"{kind} parameters"] += weight.numel
         found[f"{kind} weights"] += weight.q.nbytes
         found[f"{kind} gradients"] += weight.numel * weight.grad_dtype.itemsize
@@ -104,14 +105,6 @@ def static(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
         one, two = (_count(size, recipe, states, t, e) for size in sizes)
         found |= {k: n + (layers - 1) * (two[k] - n) for k, n in one.items() if k.startswith(own)}
     return found
-
-
-def _tensors(state: object) -> list[torch.Tensor]:
-    """Tensors of a state: one, or the parts of an encoded one."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    values = state.values() if isinstance(state, dict) else vars(state).values()
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 class Bytes:
@@ -193,7 +186,7 @@ def working(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden
     transposed = V * D * b.activation if b.fp8 else V * D * b.hidden
     # BF16 logits, their gradient in BF16, and in FP8 along both dimensions
     head = chunk * V * (2 * b.hidden + (2 * b.activation if b.fp8 else b.hidden)) + transposed
-    # gate_up's dgrad: dh in both forms (its pre-activations have gone by then), dX; the transposed weight, or BF16's own wgrad twice
+    # gate_up's dgrad: dh both ways (its pre-activations have gone), dX; the transposed weight, or BF16's own wgrad twice
     own = experts * 2 * f * D * (b.activation if b.fp8 else 2 * b.hidden)
     backward = rows * (2 * f * b.activation + D * b.hidden) + own
     forward = rows * (D * (b.activation + b.hidden) + 2 * f * b.hidden + f * (b.hidden + b.activation))
