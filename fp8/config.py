@@ -28,6 +28,9 @@ class Fp8Config:
     """How GEMMs represent numbers, and what is kept for backward."""
 
     recipe: str = "block"  # a name from fp8/recipe.py, or its name in fp8_autocast (DelayedScaling, ...)
+    # FP8-LM's stages (arXiv 2310.18313): O1 gradients in low precision, O2 optimizer states too, O3 sharded with their weights too;
+    # a preset for optim.states and optim.grad_dtype, which win where given
+    level: Literal["O1", "O2", "O3"] | None = None
     format: Literal["default", "e4m3", "hybrid", "e5m2"] = "default"  # hybrid: E4M3 forward, E5M2 backward
     activation: Format | None = None  # formats of single roles, where they differ from `format`
     weight: Format | None = None

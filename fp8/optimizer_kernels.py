@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8.optimizer import ROLES, Hyper
 from fp8.philox import Draw
-from fp8.philox_kernels import draw_arguments, quad_words
+from fp8.philox_kernels import draw_arguments, row_words
 from fp8.quantize_device import abs_bits, decode, encode_bytes, pow2_scale
 from fp8.quantize_kernels import INTERPRETED
 from fp8.recipe import BLOCK
@@ -29,7 +29,8 @@ from fp8.weight import Weight
 _MASTER_BITS, _V_BITS, _M_BITS = (tl.constexpr(FIELDS[role]) for role in ("master", "exp_avg_sq", "exp_avg"))
 _MIN_FP16 = tl.constexpr((127 + int(torch.tensor(MIN_FP16).log2())) << 23)  # its bits
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
-LAUNCH = {"num_warps": 8, "maxnreg": 128}  # two programs a multiprocessor: one loads while the other computes
+# ROWS = 4 num_warps puts 16 neighbours into each thread, whose Philox words then are where they are used.
+LAUNCH = {"num_warps": 8, "ROWS": 32}
 _SCALARS = [  # never a reason to compile anew
     "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0", "quads_per_row", "quads_per_matrix",
     "c1", "c2", "c3", "k0", "k1",
@@ -100,6 +101,18 @@ def _quotient(m, v, rsqrt_correction2, eps, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _store_scales(ptr, offset, scale, HARDWARE: tl.constexpr):
+    """One byte a row. tl.store would first gather them through shared memory, with a barrier in the middle of each strip."""
+    if HARDWARE:
+        address = (ptr + offset).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "st.global.u8 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [address, scale], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(ptr + offset, scale.to(tl.uint8))
+
+
+@triton.jit
 def _load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE: tl.constexpr):
     """exp_avg * factor; a power-of-two scale may go into the factor without changing the product's rounding."""
     if M == "fp8":
@@ -114,7 +127,7 @@ def _load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWAR
 
 
 @triton.jit
-def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr):
+def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr, HARDWARE: tl.constexpr):
     if M == "fp8":
         bits = abs_bits(m)
         amax = tl.max(bits, 1)
@@ -130,7 +143,7 @@ def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr):
         code = tl.minimum((fixed + _dither(word, _M_BITS, 20)) >> 20, limit[:, None])
         code = code | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
         tl.store(ptr + offset, code.to(tl.uint8))
-        tl.store(scale_ptr + row_offset, (exponent + 127).to(tl.uint8))
+        _store_scales(scale_ptr, row_offset, exponent + 127, HARDWARE)
     elif M == "bf16":
         bits = m.to(tl.int32, bitcast=True) + _dither(word, _M_BITS, 16)
         tl.store(ptr + offset, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
@@ -152,7 +165,7 @@ def _load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
 
 
 @triton.jit
-def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr):
+def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr, HARDWARE: tl.constexpr):
     if V == "fp8":
         bits = abs_bits(v)
         amax, amin = tl.max(bits, 1), tl.min(bits, 1)
@@ -163,13 +176,13 @@ def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr):
         noise = _dither(word, _V_BITS, 20) >> is_fine[:, None]
         code = (bits - (low << 23)[:, None] + noise) >> (20 - is_fine)[:, None]
         tl.store(ptr + offset, tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8))
-        tl.store(scale_ptr + row_offset, (low | (is_fine << 7)).to(tl.uint8))
+        _store_scales(scale_ptr, row_offset, low | (is_fine << 7), HARDWARE)
     elif V == "fp16":
         v = _cut(v, _dither(word, _V_BITS, 13), 13)
         biased, multiplier = _fp16_scale(tl.max(abs_bits(v), 1))
         code = (v * multiplier[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
         tl.store(ptr + offset, tl.where(code == 0, 1, code).to(tl.int16).to(tl.float16, bitcast=True))
-        tl.store(scale_ptr + row_offset, biased.to(tl.uint8))
+        _store_scales(scale_ptr, row_offset, biased, HARDWARE)
     elif V == "bf16":
         bits = v.to(tl.int32, bitcast=True) + _dither(word, _V_BITS, 16)
         tl.store(ptr + offset, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
@@ -194,23 +207,13 @@ def _store_master(
 
 
 @triton.jit
-def _store_fp8(weight_ptr, offset, x, multiplier, HARDWARE: tl.constexpr):
-    tl.store(weight_ptr + offset, encode_bytes(x * multiplier, HARDWARE))
-
-
-@triton.jit
-def _amax(x):
-    return tl.max(tl.max(abs_bits(x), 1), 0)
-
-
-@triton.jit
 def _update_rows(
     first, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
     quad, quads_per_row, draw, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, HARDWARE: tl.constexpr,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """32 rows of a block from row `first` on: moments updated in place; returns the new master, on its grid."""
-    r, c = first + tl.arange(0, 32), tl.arange(0, 128)
+    """`ROWS` rows of a block from row `first` on: moments updated in place; returns the new master, on its grid."""
+    r, c = first + tl.arange(0, ROWS), tl.arange(0, 128)
     offset += r[:, None] * (col_blocks * 128) + c[None, :]
     group += r * col_blocks
     g = tl.load(grad_ptr + offset).to(tl.float32) * grad_scale
@@ -219,14 +222,13 @@ def _update_rows(
     x = tl.load(x_ptr + offset).to(tl.float32)
     word = 0
     if (MASTER != "fp32") | (M != "fp32") | (V != "fp32"):
-        quads = quad + r.to(tl.int64)[:, None] * quads_per_row + tl.arange(0, 32)[None, :]
         c1, c2, c3, k0, k1 = draw
-        word = tl.reshape(quad_words(quads, c1, c2, c3, k0, k1), [32, 128]).to(tl.int32, bitcast=True)
+        word = row_words(quad + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, ROWS)
     m = m + g * rest1
     v = v * beta2 + (g * g) * rest2
     x = tl.fma(_quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
-    _store_m(m_ptr, m_scale_ptr, offset, group, m, word, M)
-    _store_v(v_ptr, v_scale_ptr, offset, group, v, word, V)
+    _store_m(m_ptr, m_scale_ptr, offset, group, m, word, M, HARDWARE)
+    _store_v(v_ptr, v_scale_ptr, offset, group, v, word, V, HARDWARE)
     if MASTER == "fp16":
         x = _cut(x, _dither(word, _MASTER_BITS, 13), 13)
     return x
@@ -240,7 +242,7 @@ def _update_blocks(
     grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
     row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1,
     beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 block. Sizes and starts of the local matrix and of the piece within it are in blocks."""
     grad_scale = tl.load(grad_scale_ptr)
@@ -256,52 +258,38 @@ def _update_blocks(
     if MASTER == "fp16":
         x_scale = _exp2(tl.load(x_scale_ptr + block))
 
-    # Four strips of rows: their moments are done at once, only the new master waits for the block's maximum.
-    x0, x1, x2, x3 = (
-        _update_rows(
-            0, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+    # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
+    strips: tl.constexpr = 128 // ROWS
+    xs = ()
+    for i in tl.static_range(strips):
+        x = _update_rows(
+            i * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
             quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-            MASTER, M, V, HARDWARE,
-        ),
-        _update_rows(
-            32, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
-            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-            MASTER, M, V, HARDWARE,
-        ),
-        _update_rows(
-            64, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
-            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-            MASTER, M, V, HARDWARE,
-        ),
-        _update_rows(
-            96, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
-            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-            MASTER, M, V, HARDWARE,
-        )
-    )
-    amax = tl.maximum(tl.maximum(_amax(x0), _amax(x1)), tl.maximum(_amax(x2), _amax(x3)))
+            MASTER, M, V, ROWS, HARDWARE,
+        )  # fmt: skip
+        xs = xs + (x,)
+    bits = abs_bits(xs[0])
+    for i in tl.static_range(1, strips):
+        bits = tl.maximum(bits, abs_bits(xs[i]))
+    amax = tl.max(tl.max(bits, 1), 0)
 
     multiplier, inverse = 1.0, 1.0
     if MASTER == "fp16":
         biased, multiplier = _fp16_scale(amax)
         inverse = _exp2(biased)
         tl.store(x_scale_ptr + block, biased.to(tl.uint8))
-    strip = offset + tl.arange(0, 32)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
-    step = 32 * 128 * col_blocks
-    _store_master(x_ptr, weight_ptr, strip, x0, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
-    _store_master(x_ptr, weight_ptr, strip + step, x1, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
-    _store_master(x_ptr, weight_ptr, strip + 2 * step, x2, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
-    _store_master(x_ptr, weight_ptr, strip + 3 * step, x3, multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+    strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
+    step = ROWS * 128 * col_blocks
+    for i in tl.static_range(strips):
+        _store_master(x_ptr, weight_ptr, strip + i * step, xs[i], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
     if WEIGHT == "fp8":
         # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
         kept = (amax >= _MIN_FP16) | (MASTER == "fp32")
         multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
         multiplier = tl.where(kept, multiplier, 0.0)
         tl.store(weight_scale_ptr + block, inverse)
-        _store_fp8(weight_ptr, strip, x0, multiplier, HARDWARE)
-        _store_fp8(weight_ptr, strip + step, x1, multiplier, HARDWARE)
-        _store_fp8(weight_ptr, strip + 2 * step, x2, multiplier, HARDWARE)
-        _store_fp8(weight_ptr, strip + 3 * step, x3, multiplier, HARDWARE)
+        for i in tl.static_range(strips):
+            tl.store(weight_ptr + strip + i * step, encode_bytes(xs[i] * multiplier, HARDWARE))
 
 
 @triton.jit
@@ -339,10 +327,9 @@ def _add_stochastic(
     offset = row_block * col_blocks * 16384 + (strip * 32).to(tl.int64) * (col_blocks * 128) + (cb0 + cb) * 128
     offset += r[:, None] * (col_blocks * 128) + c[None, :]
     first = quad0 + e * quads_per_matrix + (strip * 32).to(tl.int64) * quads_per_row + cb * 32
-    quads = first + r.to(tl.int64)[:, None] * quads_per_row + tl.arange(0, 32)[None, :]
-    word = tl.reshape(quad_words(quads, c1, c2, c3, k0, k1), [32, 128])
+    word = row_words(first + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, 32)
     total = tl.load(total_ptr + offset).to(tl.float32) + tl.load(x_ptr + offset).to(tl.float32)
-    bits = (total.to(tl.int32, bitcast=True) + (word >> 16).to(tl.int32)) >> 16
+    bits = (total.to(tl.int32, bitcast=True) + ((word >> 16) & 0xFFFF)) >> 16
     tl.store(total_ptr + offset, bits.to(tl.int16).to(tl.bfloat16, bitcast=True))
 
 

@@ -31,23 +31,42 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def quad_words(quad, c1, c2, c3, k0, k1):
-    """int64 quad indices [..., Q] -> the words of their elements, uint32 [..., Q, 2, 2] (element 4q + 2i + j at [q, i, j]).
+    """int64 quad indices -> the four words of each quad's elements, uint32 of the same shape.
 
     c1..c3 and the key: `Draw.counter` and `Draw.key`, as int32 scalars that hold the bits.
     """
     high = (quad >> 32).to(tl.uint32) + c1.to(tl.uint32, bitcast=True)
     zero = tl.zeros_like(high)
-    w0, w1, w2, w3 = philox(
+    return philox(
         quad.to(tl.uint32), high, zero + c2.to(tl.uint32, bitcast=True), zero + c3.to(tl.uint32, bitcast=True),
         k0.to(tl.uint32, bitcast=True), k1.to(tl.uint32, bitcast=True),
     )  # fmt: skip
-    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def row_words(quad, c1, c2, c3, k0, k1, ROWS: tl.constexpr):
+    """Words of `ROWS` x 128 elements as int32; quad: int64 [ROWS, 1], the first quad of each row.
+
+    A thread works out sixteen neighbours: the layout in which a row of 16-byte accesses is loaded, so nothing has to move.
+    """
+    first = quad + 4 * tl.arange(0, 8)[None, :]
+    a0, a1, a2, a3 = quad_words(first, c1, c2, c3, k0, k1)
+    b0, b1, b2, b3 = quad_words(first + 1, c1, c2, c3, k0, k1)
+    d0, d1, d2, d3 = quad_words(first + 2, c1, c2, c3, k0, k1)
+    e0, e1, e2, e3 = quad_words(first + 3, c1, c2, c3, k0, k1)
+    w0 = tl.join(tl.join(a0, d0), tl.join(b0, e0))
+    w1 = tl.join(tl.join(a1, d1), tl.join(b1, e1))
+    w2 = tl.join(tl.join(a2, d2), tl.join(b2, e2))
+    w3 = tl.join(tl.join(a3, d3), tl.join(b3, e3))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, [ROWS, 128]).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["start", "c1", "c2", "c3", "k0", "k1"])
 def _random_words(out_ptr, start, size, c1, c2, c3, k0, k1, QUADS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * QUADS + tl.arange(0, QUADS)
-    words = quad_words(place + start, c1, c2, c3, k0, k1).to(tl.int64)
+    w0, w1, w2, w3 = quad_words(place + start, c1, c2, c3, k0, k1)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.int64)
     element = tl.program_id(0).to(tl.int64) * QUADS * 4 + tl.arange(0, QUADS * 4)
     tl.store(out_ptr + element, tl.reshape(words, [QUADS * 4]), mask=element < size)
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fp8.config import Fp8Config
+from fp8.optimizer import States
 from model.config import ModelConfig
 from model.policy import override_problems, stage_problems
 from parallel.mesh import check_layout
@@ -20,6 +21,7 @@ from training.corpus import DataConfig
 from training.errors import UserError
 from training.profile import ProfileConfig
 from training.schedule import OptimConfig
+from training.states import gradient_format, optimizer_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,10 @@ class Config:
                 f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch} "
                 f"x {dp} data-parallel ranks = {train.micro_batch * dp}"
             )
+        level = self.fp8.level
+        low = optimizer_states(optim, level) != States() or gradient_format(optim, level) != "fp32"
+        if self.fp8.name == "fp32" and low:
+            found.append("fp8.recipe=fp32 is the reference: optimizer states and gradients stay fp32 (optim.states, fp8.level)")
         if optim.warmup_steps > train.steps:
             found.append(f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}")
         if optim.schedule == "wsd" and not 1 <= optim.decay_steps <= train.steps - optim.warmup_steps:

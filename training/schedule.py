@@ -26,6 +26,13 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
+    # Storage of the states: bytes per parameter of master, m, v are 4 4 4 (fp32), 2 1 2 (fp8_lm), 2 1 1 (lean). None: fp8.level's
+    states: Literal["fp32", "fp8_lm", "lean"] | None = None
+    master: Literal["fp32", "fp16"] | None = None  # single states, where they differ from the preset
+    exp_avg: Literal["fp32", "bf16", "fp8", "coat"] | None = None
+    exp_avg_sq: Literal["fp32", "bf16", "fp16", "fp8", "coat"] | None = None
+    # What weight gradients accumulate in; bf16 rounds stochastically and leaves the embedding in fp32. None: fp8.level's
+    grad_dtype: Literal["fp32", "bf16"] | None = None
 
 
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:

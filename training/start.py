@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
 from torch import nn
 
 from fp8.optimizer import AdamW
-from model.transformer import initial_values
+from fp8.recipe import FORMATS
+from fp8.weight import weights
+from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh
 from training.checkpoint import load_masters
 from training.config import Config
@@ -38,6 +41,16 @@ def set_starting_values(
     dataclasses.replace(state, tokenizer=state.tokenizer or tokenizer, data=data).check(path, config.model, tokenizer, data, warn)
     load_masters(path, model, mesh, optimizer.set_master)
     warn(f"starting from the weights of {path}")
+
+
+def set_gradient_format(model: Transformer, fmt: str) -> None:
+    """What gradients of matrices accumulate in; before the first backward and before a GradReducer is built.
+
+    The embedding stays in FP32: a frequent token's row is a sum of thousands of terms. So do FP32 weights (norms, router).
+    """
+    for _, weight in weights(model):
+        if weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight is not model.embedding:
+            weight.grad_dtype = FORMATS[fmt]
 
 
 def first_loss_problem(config: Config, loss: float) -> str | None:
