@@ -20,6 +20,7 @@ from fp8.linear import quantize_activation
 from fp8.qk_norm_rope import qk_norm_rope
 from fp8.recipe import Recipe
 from fp8.recompute import recompute_from
+from fp8.residual import add_residual
 from fp8.rms_norm import rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight
@@ -145,7 +146,7 @@ FREE_QKV = 3  # stage from which attention keeps its quantised input and output 
 
 
 class Attention(nn.Module):
-    """Pre-normed attention block: h [t, D] -> its contribution to the residual stream [t, D].
+    """Pre-normed attention block: h [t, D] -> h + attention(norm(h)).
 
     Heads are split over tp; between them tokens are (t = T / tp under sequence parallel).
     """
@@ -171,7 +172,8 @@ class Attention(nn.Module):
             y_TD = recompute_from(partial(self._core, ctx), x.edge, self.qkv.anchor, self.stash)
         else:
             y_TD = self._core(ctx, x.edge)
-        return row_linear(quantize_activation(y_TD, self.out, self.stash, f"{self.name}.core"), self.out, self.tp)
+        out_TD = row_linear(quantize_activation(y_TD, self.out, self.stash, f"{self.name}.core"), self.out, self.tp)
+        return add_residual(x.h_TD, out_TD)
 
     def _core(self, ctx: Context, x: Activation) -> Tensor:
         """Normed input [t, D] -> heads' outputs [T, H * d]: qkv, QK-norm, RoPE, attention."""

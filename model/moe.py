@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8.recipe import Recipe
+from fp8.residual import add_residual
 from fp8.rms_norm import rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight
@@ -44,7 +45,7 @@ def sequence_balance_loss(routing: Routing, seq_len: int, tp: Axis) -> Tensor:
 
 
 class MoE(nn.Module):
-    """h [t, D] -> (contribution [t, D], auxiliary losses weighted, z-loss for the log), losses of this rank's tokens."""
+    """h [t, D] -> (h + experts of norm(h) [t, D], auxiliary losses weighted, z-loss for the log), losses of this rank's tokens."""
 
     def __init__(self, config: ModelConfig, recipe: Recipe, mesh: Mesh, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
@@ -65,14 +66,13 @@ class MoE(nn.Module):
         start = self.experts.start(routing.ids_Tk)
         shared_TD = self.shared(x.edge) if self.shared is not None else None  # hides the exchange of counts
         y_TD = join_tokens(self.experts(own.edge, start, routing.weights_Tk), self.tp)
-        if shared_TD is not None:
-            y_TD = y_TD + shared_TD
+        out_TD = add_residual(x.h_TD, y_TD) if shared_TD is None else add_residual(x.h_TD, y_TD, shared_TD)
         z = router_z_loss(routing.lse_T) / ctx.num_tokens
         aux = c.router_z_loss_weight * z
         if c.aux_loss_weight:
             balance = sequence_balance_loss(routing, ctx.seq_len, self.tp)
             aux = aux + c.aux_loss_weight * balance * ctx.seq_len / ctx.num_tokens
-        return y_TD, aux, z.detach()
+        return out_TD, aux, z.detach()
 
 
 class DenseBlock(nn.Module):
@@ -89,4 +89,4 @@ class DenseBlock(nn.Module):
         eps, rebuild = self.config.rms_norm_eps, self.stage >= 2
         x = rms_norm_quantize(h_TD, self.norm, eps, self.mlp.gate_up, self.stash, f"{self.name}.norm", rebuild, plain=False)
         zero = torch.zeros((), device=h_TD.device)
-        return self.mlp(x.edge), zero, zero
+        return add_residual(x.h_TD, self.mlp(x.edge)), zero, zero

@@ -53,6 +53,4 @@ class MTP(nn.Module):
         eps = self.config.rms_norm_eps
         both = torch.cat([rms_norm(e_TD, self.enorm, eps), rms_norm(h_TD, self.hnorm, eps)], dim=-1)
         x_TD = linear(quantize_activation(both, self.eh_proj, self.stash, f"{self.name}.eh"), self.eh_proj)
-        x_TD = x_TD + self.attention(x_TD, ctx)
-        y_TD, aux, z = self.block(x_TD, ctx)
-        return x_TD + y_TD, aux, z
+        return self.block(self.attention(x_TD, ctx), ctx)

@@ -54,9 +54,7 @@ class Layer(nn.Module):
         return self._run(ctx, h_TD)
 
     def _run(self, ctx: Context, h_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h_TD = h_TD + self.attention(h_TD, ctx)
-        y_TD, aux, z = self.block(h_TD, ctx)
-        return h_TD + y_TD, aux, z
+        return self.block(self.attention(h_TD, ctx), ctx)
 
 
 class Transformer(nn.Module):

@@ -5,6 +5,8 @@ import torch
 
 from fp8 import rms_norm_kernels as kernels
 from fp8.quantize import quantize_ref
+from fp8.residual import add_residual_ref
+from fp8.residual_kernels import add
 from fp8.rms_norm import rms_norm_ref
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, marks, randn, same_bytes
 
@@ -45,3 +47,9 @@ def test_backward(rows: int, dim: int, dtype: torch.dtype, inputs: int) -> None:
     torch.testing.assert_close(dh.double(), want_dh, rtol=2**-8 if low else 1e-5, atol=2e-5)
     assert (dw - want_dw).norm() <= (2**-8 if low else 1e-5) * want_dw.norm()
     assert torch.equal(dw, kernels.backward(h, w, *given, EPS)[1]), "dw differs between two runs"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_residual_sum_rounds_once(parts: int) -> None:
+    given = [randn(33, 272) for _ in range(1 + parts)]
+    assert torch.equal(add(*given), add_residual_ref(*given))

@@ -1,0 +1,40 @@
+"""The residual stream's sum, in one pass: h + a (+ b), added in FP32 and rounded once.
+
+Shapes: T tokens, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+def add_residual_ref(h_TD: Tensor, *parts_TD: Tensor) -> Tensor:
+    """The differentiable definition, in h's dtype."""
+    total = h_TD.float()
+    for part in parts_TD:
+        total = total + part.float()
+    return total.to(h_TD.dtype)
+
+
+class _AddResidual(torch.autograd.Function):
+    """forward: the sum; backward: dh = da = db = dy."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, h_TD: Tensor, *parts_TD: Tensor) -> Tensor:
+        ctx.num_parts = len(parts_TD)
+        if not h_TD.is_cuda or h_TD.dtype != torch.bfloat16 or len(parts_TD) > 2:
+            return add_residual_ref(h_TD, *parts_TD)
+        from fp8.residual_kernels import add  # Triton comes with CUDA builds of torch only
+
+        return add(h_TD, *parts_TD)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dy_TD: Tensor) -> tuple[Tensor, ...]:
+        return (dy_TD,) * (1 + ctx.num_parts)
+
+
+def add_residual(h_TD: Tensor, *parts_TD: Tensor) -> Tensor:
+    """h [T, D] plus what one or two blocks contribute."""
+    return _AddResidual.apply(h_TD, *parts_TD)
