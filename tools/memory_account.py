@@ -6,6 +6,7 @@ is the check. A storage is counted once, however many views it has, from the ope
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -42,7 +43,7 @@ CLASSES = {
     "model/moe.py": "residual stream",
     "model/mtp.py": "residual stream",
 }
-PASS_THROUGH = ("tools/memory_account.py", "fp8/quantize.py", "fp8/quantize_kernels.py", "fp8/quantized.py", "fp8/weight.py",
+PASS_THROUGH = ("fp8/quantize.py", "fp8/quantize_kernels.py", "fp8/quantized.py", "fp8/weight.py",
                 "fp8/linear.py", "fp8/scaling.py", "parallel/linear.py", "parallel/collectives.py", "fp8/recompute.py")  # fmt: skip
 
 
@@ -102,13 +103,23 @@ class LiveBytes(TorchDispatchMode):
 def _made_by(frame: Any) -> str:
     """Tensor class of an allocation: the innermost frame of this repository that says what the tensor is."""
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT):
-            name = str(path.relative_to(ROOT))
-            if name not in PASS_THROUGH and not name.startswith((".venv", "tools/", "tests/")):
-                return CLASSES.get(name, name)
+        name = _class_of(frame.f_code.co_filename)
+        if name is not None:
+            return name
         frame = frame.f_back
     return "other"
+
+
+@functools.cache
+def _class_of(filename: str) -> str | None:
+    """Class of what a source file makes; None where the caller knows better."""
+    path = Path(filename)
+    if not path.is_relative_to(ROOT):
+        return None
+    name = str(path.relative_to(ROOT))
+    if name in PASS_THROUGH or not name.startswith(("fp8/", "parallel/", "model/")):
+        return None
+    return CLASSES.get(name, name)
 
 
 def allocated(device: torch.device) -> int:
