@@ -228,6 +228,7 @@ def _consume(
                     mbarrier.arrive(empty.index(stage))
                 acc0 = _promote(acc0, raw, sa * sb0)
                 if HALVES == 2:
+                    raw, acc0 = warpgroup_mma_wait(0, deps=[raw, acc0])  # the sum is made before its block is written again
                     b = b_ring.index(stage * HALVES + 1).permute((1, 0))
                     raw = warpgroup_mma(a, b, raw, use_acc=never, is_async=True)
                     raw = warpgroup_mma_wait(0, deps=[raw])
