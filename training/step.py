@@ -25,6 +25,7 @@ from parallel.collectives import all_reduce
 from parallel.grad_reduce import GradReducer, global_grad_norm
 from parallel.mesh import Mesh
 from training.data import Batch
+from training.graph import GraphedMicroBatch
 from training.metrics import Phases
 from training.schedule import OptimConfig
 
@@ -77,6 +78,7 @@ class TrainStep:
         bias_rate: float,
         phases: Phases,
         auto: AutoConfig | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
@@ -84,6 +86,7 @@ class TrainStep:
         self.reducer = GradReducer(self.weights, mesh)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
+        self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None
 
     def __call__(
         self, step: int, batches: Sequence[Batch], lr: float, interrupted: bool = False, want_counts: bool = False
@@ -127,6 +130,10 @@ class TrainStep:
         for i, batch in enumerate(batches):
             for _, weight in self.weights:
                 weight.last_microbatch = i == len(batches) - 1
+            if self.graphed is not None and self.graphed.takes(batch.tokens_BS, batch.cu_seqlens):
+                with self.phases("forward"):  # and backward, in the same launch
+                    results.append(self.graphed(batch.tokens_BS, batch.labels_BS, num_valid))
+                continue
             with self.phases("forward"):
                 losses = forward(self.model, batch, num_valid)
             with self.phases("backward"):
