@@ -152,7 +152,7 @@ def grouped_wgrad(dy_t: Quantized, x_t: Quantized, groups: Groups, out: Tensor, 
         return grouped_wgrad_sm90(dy_t, x_t, groups, out, accumulate)
     if dy_t.data.is_cuda and _in_bf16(dy_t, x_t):
         y = F.grouped_mm(high_precision(dy_t), high_precision(x_t).t(), offs=groups.ends_E, out_dtype=torch.bfloat16)
-        y = torch.where((groups.counts_E > 0)[:, None, None], y, torch.zeros_like(y))  # empty groups come unwritten
-        out.add_(y) if accumulate else out.copy_(y)
-        return None
+        from fp8.grouped_store_kernels import store_groups
+
+        return store_groups(y, groups.counts_E, out, accumulate)
     grouped_wgrad_ref(dy_t, x_t, groups, out, accumulate)
