@@ -105,7 +105,7 @@ def start_plan(ids_Tk: Tensor, num_experts: int, axis: Axis) -> PlanStart:
     return PlanStart(axis, ids_Tk, num_experts, to_rank_Tn, host, ready)
 
 
-def _send_order(to_rank_Tn: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def send_order(to_rank_Tn: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """(token_M, rank_M, row_Tn): rows in (rank, token) order, without a host synchronisation."""
     to_rank_nT = to_rank_Tn.t()
     place_nT = (to_rank_nT.flatten().cumsum(0) - 1).view(to_rank_nT.shape)
@@ -154,7 +154,7 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     send, recv = _token_counts(start)
     try:
         with _beside_later_work(start) as hand_over:
-            token_M, rank_M, row_Tn = _send_order(start.to_rank_Tn, sum(send))
+            token_M, rank_M, row_Tn = send_order(start.to_rank_Tn, sum(send))
             ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
             extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
             form, payload = RowFormat.of(x_q, extra.shape[1]), pack(x_q, token_M, extra)

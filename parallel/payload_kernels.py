@@ -16,44 +16,47 @@ ROWS, WORDS = 16, 512  # 16 rows share the 64 bytes of a scale column that one l
 
 @triton.jit(do_not_specialize=["rows_q", "rows"])
 def _pack(
-    x_ptr, si_ptr, index_ptr, extra_ptr, out_ptr, rows_q, rows, words, extra_words, scales, row_words,
-    INDEXED: tl.constexpr, EXTRA: tl.constexpr, SCALE_WORDS: tl.constexpr, TAIL: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
+    x_ptr, si_ptr, index_ptr, extra_ptr, out_ptr, rows_q, rows,
+    DATA: tl.constexpr, EXTRA: tl.constexpr, SCALES: tl.constexpr, LENGTH: tl.constexpr,
+    EXTRA_2: tl.constexpr, TAIL_2: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS packed rows x WORDS words of their data; the first column block also packs what follows the data."""
+    """ROWS packed rows x WORDS words of their data; the first column block also packs what follows the data.
+
+    A packed row has LENGTH words: DATA, EXTRA, then SCALES exponents and zeros. Constants, so that the compiler knows how rows
+    are aligned. EXTRA_2, TAIL_2: powers of two that cover the parts behind the data.
+    """
     rb, wb = tl.program_id(0), tl.program_id(1)
     row = rb * ROWS + tl.arange(0, ROWS)
     row_ok = row < rows
     source = tl.load(index_ptr + row, mask=row_ok, other=0) if INDEXED else row
-    at_out = out_ptr + row.to(tl.int64)[:, None] * row_words
+    at_out = out_ptr + row.to(tl.int64)[:, None] * LENGTH
     word = wb * WORDS + tl.arange(0, WORDS)
-    ok = row_ok[:, None] & (word < words)[None, :]
-    x = tl.load(x_ptr + source.to(tl.int64)[:, None] * words + word[None, :], mask=ok, other=0)
+    ok = row_ok[:, None] & (word < DATA)[None, :]
+    x = tl.load(x_ptr + source.to(tl.int64)[:, None] * DATA + word[None, :], mask=ok, other=0)
     tl.store(at_out + word[None, :], x, mask=ok)
     if wb == 0:
         if EXTRA > 0:
-            e = tl.arange(0, EXTRA)
-            ok = row_ok[:, None] & (e < extra_words)[None, :]
-            value = tl.load(extra_ptr + row.to(tl.int64)[:, None] * extra_words + e[None, :], mask=ok, other=0)
-            tl.store(at_out + words + e[None, :], value, mask=ok)
-        # exponents four to a word, then zeros to the end of the row
-        w = tl.arange(0, TAIL)
-        packed = tl.zeros((ROWS, TAIL), tl.int32)
-        if SCALE_WORDS > 0:
-            for byte in tl.static_range(4):
-                block = w * 4 + byte
-                ok = row_ok[:, None] & (block < scales)[None, :]
-                si = tl.load(si_ptr + block.to(tl.int64)[None, :] * rows_q + source[:, None], mask=ok, other=0.0)
-                packed |= ((si.to(tl.int32, bitcast=True) >> 23) & 0xFF) << (8 * byte)
-        start = words + extra_words
-        tl.store(at_out + start + w[None, :], packed, mask=row_ok[:, None] & (w < row_words - start)[None, :])
+            e = tl.arange(0, EXTRA_2)
+            e_ok = row_ok[:, None] & (e < EXTRA)[None, :]
+            value = tl.load(extra_ptr + row.to(tl.int64)[:, None] * EXTRA + e[None, :], mask=e_ok, other=0)
+            tl.store(at_out + DATA + e[None, :], value, mask=e_ok)
+        if TAIL_2 > 0:  # exponents four to a word, then zeros to the end of the row
+            w = tl.arange(0, TAIL_2)
+            packed = tl.zeros((ROWS, TAIL_2), tl.int32)
+            if SCALES > 0:
+                for byte in tl.static_range(4):
+                    block = w * 4 + byte
+                    s_ok = row_ok[:, None] & (block < SCALES)[None, :]
+                    si = tl.load(si_ptr + block.to(tl.int64)[None, :] * rows_q + source[:, None], mask=s_ok, other=0.0)
+                    packed |= ((si.to(tl.int32, bitcast=True) >> 23) & 0xFF) << (8 * byte)
+            tl.store(at_out + DATA + EXTRA + w[None, :], packed, mask=row_ok[:, None] & (w < LENGTH - DATA - EXTRA)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _unpack(
-    in_ptr, index_ptr, live_ptr, y_ptr, si_ptr, rows, words, extra_words, scales, row_words,
-    INDEXED: tl.constexpr, PER_ROW: tl.constexpr, LIVE: tl.constexpr, SCALE_WORDS: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
+    in_ptr, index_ptr, live_ptr, y_ptr, si_ptr, rows,
+    DATA: tl.constexpr, EXTRA: tl.constexpr, SCALES: tl.constexpr, LENGTH: tl.constexpr, SCALES_2: tl.constexpr,
+    INDEXED: tl.constexpr, PER_ROW: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows x WORDS words of y from the packed rows they come from; the first column block also spreads the scales."""
     rb, wb = tl.program_id(0), tl.program_id(1)
@@ -64,23 +67,21 @@ def _unpack(
     row_ok = row < rows
     source = tl.load(index_ptr + row, mask=row_ok, other=-1) if INDEXED else tl.where(row_ok, row, -1)
     present = source >= 0
-    at_in = in_ptr + (source // PER_ROW).to(tl.int64)[:, None] * row_words
+    at_in = in_ptr + (source // PER_ROW).to(tl.int64)[:, None] * LENGTH
     word = wb * WORDS + tl.arange(0, WORDS)
-    word_ok = (word < words)[None, :]
+    word_ok = (word < DATA)[None, :]
     x = tl.load(at_in + word[None, :], mask=present[:, None] & word_ok, other=0)
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * words + word[None, :], x, mask=row_ok[:, None] & word_ok)
-    if SCALE_WORDS > 0:
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * DATA + word[None, :], x, mask=row_ok[:, None] & word_ok)
+    if SCALES > 0:
         if wb == 0:
-            w = tl.arange(0, SCALE_WORDS)
-            # 127 in each byte: scale 1 for rows that come from nowhere
-            packed = tl.load(
-                at_in + words + extra_words + w[None, :], mask=present[:, None] & (w * 4 < scales)[None, :], other=0x7F7F7F7F
-            )
+            w = tl.arange(0, SCALES_2)  # words of four exponents; 127 in each byte is scale 1, for rows from nowhere
+            s_ok = present[:, None] & (w * 4 < SCALES)[None, :]
+            packed = tl.load(at_in + DATA + EXTRA + w[None, :], mask=s_ok, other=0x7F7F7F7F)
             for byte in tl.static_range(4):
                 block = w * 4 + byte
                 si = (((packed >> (8 * byte)) & 0xFF) << 23).to(tl.float32, bitcast=True)
                 at = si_ptr + block.to(tl.int64)[None, :] * rows + row[:, None]
-                tl.store(at, si, mask=row_ok[:, None] & (block < scales)[None, :])
+                tl.store(at, si, mask=row_ok[:, None] & (block < SCALES)[None, :])
 
 
 def _power(n: int) -> int:
@@ -94,15 +95,13 @@ def pack(q: Quantized, index_M: Tensor | None, extra_MX: Tensor | None) -> Tenso
     out = torch.empty(rows, form.row_bytes, dtype=torch.uint8, device=q.device)
     if rows == 0:
         return out
-    words, row_words, extra_words = form.data_bytes // 4, form.row_bytes // 4, form.extra // 4
     data = q.data.contiguous().view(torch.uint8).view(torch.int32)
-    scales = form.num_scales
     extra = data if extra_MX is None else extra_MX.contiguous().view(torch.int32)
+    words, length, extra_words = form.data_bytes // 4, form.row_bytes // 4, form.extra // 4
     _pack[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
-        data, q.scale_inv if scales else data, data if index_M is None else index_M, extra, out.view(torch.int32),
-        q.shape[0], rows, words, extra_words, scales, row_words,
-        INDEXED=index_M is not None, EXTRA=_power(extra_words), SCALE_WORDS=_power(triton.cdiv(scales, 4)),
-        TAIL=_power(max(row_words - words - extra_words, 1)), ROWS=ROWS, WORDS=WORDS, num_warps=4,
+        data, q.scale_inv if form.num_scales else data, data if index_M is None else index_M, extra, out.view(torch.int32),
+        q.shape[0], rows, DATA=words, EXTRA=extra_words, SCALES=form.num_scales, LENGTH=length, EXTRA_2=_power(extra_words),
+        TAIL_2=_power(length - words - extra_words), INDEXED=index_M is not None, ROWS=ROWS, WORDS=WORDS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -120,9 +119,8 @@ def unpack(
         words, packed = form.data_bytes // 4, payload_MB.view(torch.int32)
         _unpack[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
             packed, packed if index_R is None else index_R, packed if live_B is None else live_B,
-            data.view(torch.uint8).view(torch.int32), scale_inv if scales else packed,
-            rows, words, form.extra // 4, scales, form.row_bytes // 4,
-            INDEXED=index_R is not None, PER_ROW=per_row, LIVE=live_B is not None,
-            SCALE_WORDS=_power(triton.cdiv(scales, 4)), ROWS=ROWS, WORDS=WORDS, num_warps=4,
+            data.view(torch.uint8).view(torch.int32), scale_inv if scales else packed, rows,
+            DATA=words, EXTRA=form.extra // 4, SCALES=scales, LENGTH=form.row_bytes // 4, SCALES_2=_power(triton.cdiv(scales, 4)),
+            INDEXED=index_R is not None, PER_ROW=per_row, LIVE=live_B is not None, ROWS=ROWS, WORDS=WORDS, num_warps=4,
         )  # fmt: skip
     return Quantized(data, scale_inv if form.tile is not None else None, form.tile)

@@ -8,6 +8,9 @@ import sys
 COMMANDS = {
     "memory": ("tools.bench_memory", "bytes kept between forward and backward, by activation stage and tensor class"),
     "fused": ("tools.bench_fused", "memory-bound kernels around the GEMMs, as a share of the copy rate"),
+    "layer": ("tools.bench_layer", "attention, dense block, MoE block, whole layer, head: FP8 against BF16"),
+    "step": ("tools.bench_step", "whole optimizer steps by phase: FP8 against BF16"),
+    "comm": ("tools.bench_comm", "what travels between ranks: bytes, casts, and time on a wire"),
     "kernels": ("tools.bench_kernels", "expert GEMMs and quantise kernels of fp8/ on one GPU"),
 }
 

@@ -1,0 +1,238 @@
+"""What travels between ranks, and what it costs: `python -m tools.bench comm --model` on one GPU, or under torchrun on real wires.
+
+With --model, one process stands for each rank of an ep (and tp) axis: the bytes and the time of casts, packing and unpacking are
+measured; the time on the wire is computed, bytes over bandwidth, and labelled so. Under torchrun each leg is measured whole.
+
+Shapes: T tokens a rank, D features, E experts, k experts a token, n ranks, M rows sent by a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8.permute import Permutation, build_permutation, sum_rows, unpermute_sum
+from fp8.quantize import quantize
+from fp8.quantized import Quantized
+from fp8.recipe import Recipe
+from fp8.route import select_experts
+from parallel.dispatch import combine_rows, dispatch, dispatch_rows, send_order, start_plan
+from parallel.mesh import Axis, build_mesh, close_mesh
+from parallel.payload import RowFormat, pack, unpack
+from tools.bench_kernels import Timer
+
+# bytes per second and direction of one rank: NVLink as NCCL's all-to-all of 256 MB uses it on H200, and two network cards
+WIRES = {"NVLink 250 GB/s": 250e9, "400 Gb/s": 50e9, "100 Gb/s": 12.5e9}
+ROW = Recipe.block().wire
+
+
+@dataclass
+class Leg:
+    """One leg in one format. Times in microseconds.
+
+    Attributes:
+        cast: quantise and dequantise. pack: gather, pack, unpack and put in place, or sum.
+        nbytes: sent by a rank to others, with scales and padding.
+        measured: of the whole leg on the real wire; 0 where computed.
+    """
+
+    leg: str
+    tokens: int
+    ranks: int
+    fmt: str
+    nbytes: int
+    cast: float = 0.0
+    pack: float = 0.0
+    measured: float = 0.0
+
+    def total(self, bandwidth: float) -> float:
+        return self.cast + self.pack + 1e6 * self.nbytes / bandwidth
+
+
+def choose(args: argparse.Namespace, tokens: int, device: torch.device) -> Tensor:
+    """Expert ids [T, k] of random scores, group-limited as Ling routes."""
+    scores = torch.rand(tokens, args.experts, device=device)
+    return select_experts(scores, args.groups, args.topk_groups, args.topk)
+
+
+def times(timer: Timer | None, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    return timer(calls) if timer else dict.fromkeys(calls, 0.0)
+
+
+def local_permutation(ids_Tk: Tensor, token_M: Tensor, rank_M: Tensor, local: int) -> Permutation:
+    """The permutation of a rank that receives what this one sends: by symmetry, as many rows on as many experts."""
+    ids = ids_Tk[token_M] - (rank_M * local)[:, None]
+    return build_permutation(torch.where((ids >= 0) & (ids < local), ids, -1), local)
+
+
+def model_dispatch(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: int, device: torch.device) -> list[Leg]:
+    """Dispatch (x forward, dY backward) and combine (y forward, dX backward), BF16 and FP8."""
+    local, ids = args.experts // ranks, choose(args, tokens, device)
+    to_rank_Tn = (ids[:, :, None] // local == torch.arange(ranks, device=device)).any(1)
+    num_rows = int(to_rank_Tn.sum())
+    token_M, rank_M, row_Tn = send_order(to_rank_Tn, num_rows)
+    away = int((rank_M != 0).sum())
+    perm = local_permutation(ids, token_M, rank_M, local)
+    live, rows_R = perm.groups.block_expert_B, perm.groups.max_rows
+    x = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    y_RD = torch.randn(rows_R, args.hidden, device=device, dtype=torch.bfloat16)
+    partial = unpermute_sum(y_RD, perm)
+    legs = []
+    for fmt, q in (("bf16", Quantized.unscaled(x)), ("fp8", quantize(x, ROW))):
+        for leg, extra in (("dispatch x", 6 * args.topk), ("dispatch dY", 0)):
+            slots = torch.zeros(num_rows, extra, dtype=torch.uint8, device=device) if extra else None
+            form, payload = RowFormat.of(q, extra), pack(q, token_M, slots)
+            found = times(
+                timer,
+                {
+                    "cast": lambda: quantize(x, ROW),
+                    "pack": lambda q=q, slots=slots: pack(q, token_M, slots),
+                    "unpack": lambda p=payload, f=form: unpack(p, f, None, perm.slot_R, args.topk, live),
+                },
+            )
+            cast = found["cast"] if fmt == "fp8" else 0.0
+            legs.append(Leg(leg, tokens, ranks, fmt, away * form.row_bytes, cast, found["pack"] + found["unpack"]))
+        wire = quantize(partial, ROW) if fmt == "fp8" else Quantized.unscaled(partial)
+        packed, wire_form = pack(wire), RowFormat.of(wire)
+        found = times(
+            timer,
+            {
+                "cast": lambda: quantize(partial, ROW),
+                "back": lambda p=packed, f=wire_form: unpack(p, f).dequantize(torch.bfloat16),
+                "pack": lambda w=wire: pack(w),
+                "sum": lambda: (unpermute_sum(y_RD, perm), sum_rows(partial, row_Tn)),
+            },
+        )
+        casts = found["cast"] + found["back"] + found["pack"] if fmt == "fp8" else 0.0
+        nbytes = away * wire_form.row_bytes
+        legs += [Leg(leg, tokens, ranks, fmt, nbytes, casts, found["sum"]) for leg in ("combine y", "combine dX")]
+    return legs
+
+
+def model_tp(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: int, device: torch.device) -> list[Leg]:
+    """The gather before a column-parallel layer and the reduce-scatter after a row-parallel one, T tokens on the axis."""
+    x = torch.randn(tokens // ranks, args.hidden, device=device, dtype=torch.bfloat16)
+    whole = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    q, q_whole = quantize(x, ROW), quantize(whole, ROW)
+    form, all_rows = RowFormat.of(q), pack(q_whole)
+    calls = {
+        "quantize": lambda: quantize(x, ROW),
+        "pack": lambda: pack(q),
+        "unpack": lambda: unpack(all_rows, form),
+        "quantize all": lambda: quantize(whole, ROW),
+        "pack all": lambda: pack(q_whole),
+        "sum": lambda: unpack(all_rows, form).dequantize().unflatten(0, (ranks, -1)).sum(0).to(torch.bfloat16),
+    }
+    found = times(timer, calls)
+    others, row = (ranks - 1) * len(x), 2 * args.hidden
+    return [
+        Leg("tp gather", tokens, ranks, "bf16", others * row),
+        Leg("tp gather", tokens, ranks, "fp8", others * form.row_bytes, found["quantize"], found["pack"] + found["unpack"]),
+        Leg("tp reduce-scatter", tokens, ranks, "bf16", others * row),
+        Leg(
+            "tp reduce-scatter",
+            tokens,
+            ranks,
+            "fp8",
+            others * form.row_bytes,
+            found["quantize all"] + found["sum"],
+            found["pack all"],
+        ),
+    ]
+
+
+def measured_legs(args: argparse.Namespace, timer: Timer, tokens: int, axis: Axis, device: torch.device) -> list[Leg]:
+    """Each leg through the real functions of parallel/dispatch.py; every rank calls it."""
+    ids = choose(args, tokens, device)
+    weights = torch.rand(tokens, args.topk, device=device)
+    x = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    legs = []
+    for fmt in ("bf16", "fp8"):
+        make = (lambda: quantize(x, ROW)) if fmt == "fp8" else (lambda: Quantized.unscaled(x))
+        rows, _, plan = dispatch(make(), weights, start_plan(ids, args.experts, axis))
+        y_RD = torch.zeros(rows.shape, device=device, dtype=torch.bfloat16)
+        calls = {
+            "dispatch x": lambda make=make: dispatch(make(), weights, start_plan(ids, args.experts, axis)),
+            "dispatch dY": lambda make=make, plan=plan: dispatch_rows(make(), plan),
+        }
+        if fmt == "bf16":
+            calls["combine y"] = lambda y_RD=y_RD, plan=plan: combine_rows(y_RD, plan)
+        for leg, call in calls.items():
+            axis.traffic.reset()
+            call()
+            nbytes = sum(axis.traffic.sent.values())
+            legs.append(Leg(leg, tokens, axis.size, fmt, nbytes, measured=timer({leg: call})[leg]))
+    return legs
+
+
+def show(legs: list[Leg], computed: bool) -> None:
+    """A table; FP8 rows end with FP8 over BF16."""
+    title = f"{'leg':18} {'tokens':>7} {'ranks':>5} {'':5} {'MB sent':>8} {'/bf16':>6}"
+    if computed:
+        heads = "".join(f" {name:>16} {'/bf16':>6}" for name in WIRES)
+        print(f"{title} {'cast us':>8} {'pack us':>8} |{heads}   (us; wire computed, the rest measured)")
+    else:
+        print(f"{title} {'us':>9} {'/bf16':>6}   (measured)")
+    base = {(x.leg, x.tokens, x.ranks): x for x in legs if x.fmt == "bf16"}
+    for x in legs:
+        b = base[x.leg, x.tokens, x.ranks]
+        line = f"{x.leg:18} {x.tokens:7} {x.ranks:5} {x.fmt:5} {x.nbytes / 1e6:8.1f} {x.nbytes / max(b.nbytes, 1):6.3f}"
+        if computed:
+            line += f" {x.cast:8.1f} {x.pack:8.1f} |"
+            line += "".join(f" {x.total(w):16.1f} {x.total(w) / max(b.total(w), 1e-9):6.2f}" for w in WIRES.values())
+        else:
+            line += f" {x.measured:9.1f} {x.measured / b.measured:6.2f}"
+        print(line)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="tools.bench comm", description=__doc__)
+    parser.add_argument("--model", action="store_true", help="one GPU: wire times computed from bandwidths")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="ep sizes, with --model")
+    parser.add_argument("--tp", type=int, nargs="+", default=[2], help="tp sizes, with --model")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--topk-groups", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", help="also write the rows to this JSON file")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    legs: list[Leg] = []
+    if args.model:
+        cuda = torch.cuda.is_available()
+        device, timer = torch.device("cuda" if cuda else "cpu"), Timer(args.rounds) if cuda else None
+        if not cuda:
+            print("no GPU: bytes only, casts and packing count as zero")
+        for tokens in args.tokens:
+            for ranks in args.ranks:
+                legs += model_dispatch(args, timer, tokens, ranks, device)
+            for ranks in args.tp:
+                legs += model_tp(args, timer, tokens, ranks, device)
+        show(legs, computed=True)
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        mesh = build_mesh(1, world, device)
+        for tokens in args.tokens:
+            legs += measured_legs(args, Timer(args.rounds), tokens, mesh.ep, device)
+        if mesh.world.rank == 0:
+            show(legs, computed=False)
+        close_mesh()
+    if args.out:
+        Path(args.out).write_text(json.dumps([asdict(x) for x in legs], indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
