@@ -12,7 +12,7 @@ from fp8.device_math import load_bf16x4, store_columns, store_rows
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
-STATISTICS_COLS, STATISTICS_WARPS = 4096, 8
+STATISTICS_COLS, STATISTICS_WARPS = 2048, 8
 GRADIENT_WARPS = 8
 NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
 
@@ -24,12 +24,16 @@ def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols,
     x_ptr += row * cols
     peak = tl.full((COLS,), float("-inf"), tl.float32)
     total = tl.zeros((COLS,), tl.float32)
-    for start in range(0, cols, COLS):
+    for start in range(0, cols, 4 * COLS):  # four tiles a round: five exponentials for four logits, and four loads in flight
         col = start + tl.arange(0, COLS)
-        x = tl.load(x_ptr + col, mask=col < cols, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peak, x)
+        x0 = tl.load(x_ptr + col, mask=col < cols, other=float("-inf")).to(tl.float32)
+        x1 = tl.load(x_ptr + col + COLS, mask=col + COLS < cols, other=float("-inf")).to(tl.float32)
+        x2 = tl.load(x_ptr + col + 2 * COLS, mask=col + 2 * COLS < cols, other=float("-inf")).to(tl.float32)
+        x3 = tl.load(x_ptr + col + 3 * COLS, mask=col + 3 * COLS < cols, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(tl.maximum(peak, tl.maximum(x0, x1)), tl.maximum(x2, x3))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(peak - base) + tl.exp(x - base)
+        total *= tl.exp(peak - base)
+        total += (tl.exp(x0 - base) + tl.exp(x1 - base)) + (tl.exp(x2 - base) + tl.exp(x3 - base))
         peak = higher
     top = tl.max(peak, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
