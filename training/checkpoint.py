@@ -59,6 +59,11 @@ def _rng_states() -> dict[str, Tensor]:
     return states
 
 
+def is_fp8_state(name: str) -> bool:
+    """Whether a tensor is state of an FP8 recipe (scale histories, `auto`'s choices): a checkpoint of another recipe has none."""
+    return name.startswith("state.") and (".scales." in name or name.endswith(".choice"))
+
+
 class Checkpointer:
     """Saves and loads one run. Every rank calls every method.
 
@@ -145,6 +150,9 @@ class Checkpointer:
         for name, _ in weights(self.model):
             self.optimizer.allocate(name)
         self.load(path, state)
+        before, now = state.config.get("fp8", {}).get("recipe"), self.config.fp8.recipe
+        if before != now:
+            warn(f"fp8.recipe changes from {before} to {now}: scales with a history start from each tensor's own amax")
         warn(f"resuming {path}, {state.step} steps done")
         return state
 
@@ -157,7 +165,7 @@ class Checkpointer:
         wanted = tensors(self.model, self.optimizer, self.mesh.world.rank)
         saved = tensor_names(path)
         # Ranks that did not exist at the save keep the generators that they were started with.
-        wanted = {name: shard for name, shard in wanted.items() if not (name.startswith("rng.") and name not in saved)}
+        wanted = {n: shard for n, shard in wanted.items() if n in saved or not (n.startswith("rng.") or is_fp8_state(n))}
         try:
             read_shards(path, wanted, self.mesh.world)
         except ShardError as error:
@@ -184,8 +192,9 @@ def load_masters(
     Raises UserError as `Checkpointer.load`.
     """
     try:
-        read_shards(path, tensors(model, None, 0), mesh.world)
         saved = tensor_names(path)
+        state = {n: shard for n, shard in tensors(model, None, 0).items() if n in saved or not is_fp8_state(n)}
+        read_shards(path, state, mesh.world)
         for group in _groups(weights(model), group_bytes):
             codecs = {name: CODECS["master"]["fp16" if f"master.scale.{name}" in saved else "fp32"] for name, _ in group}
             masters = {name: new_state(codecs[name], w.data.shape, w.data.device) for name, w in group}
