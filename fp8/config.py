@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from fp8.hardware import Machine, check
 from fp8.recipe import ALIASES, RECIPES, Recipe, Spec, recipe_named, with_overrides
@@ -44,6 +44,17 @@ class Fp8Config:
     emulate: bool = False  # run a recipe that this device cannot, in reference arithmetic; each log line says so
     health_every: int = 0  # steps between measurements of underflow, saturation and cosine; 0: never
     auto: AutoConfig = field(default_factory=AutoConfig)
+
+    @staticmethod
+    def of(values: Mapping[str, Any], recipe: str | None = None) -> Fp8Config:
+        """The section as a checkpoint's config has it; keys that this version does not know are left out.
+
+        Args:
+            recipe: replaces the recipe, and with it the overrides.
+        """
+        known = {f.name for f in fields(Fp8Config)}
+        found = {key: value for key, value in values.items() if key in known and key != "auto"}
+        return Fp8Config(**(found if recipe is None else {"recipe": recipe}))
 
     @property
     def name(self) -> str:

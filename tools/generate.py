@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from fp8.recipe import recipe_named
+from fp8.config import Fp8Config
 from model.config import ModelConfig
 from model.transformer import Transformer
 from parallel.mesh import Mesh
@@ -45,7 +45,7 @@ def load(checkpoint: str, recipe: str | None, tokenizer: str | None, device: tor
     dtype = torch.bfloat16 if device.type == "cuda" and name != "fp32" else torch.float32
     try:
         with torch.device(device):
-            model = Transformer(ModelConfig(**state.model), recipe_named(name), Mesh.solo(), dtype)
+            model = Transformer(ModelConfig(**state.model), Fp8Config.of(state.config["fp8"], recipe).build(), Mesh.solo(), dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
     load_masters(path, model, Mesh.solo())
