@@ -21,8 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8.recipe import Spec
+from fp8.recipe import BLOCK, Spec
 from parallel.traffic import Traffic
+
+# How sums may travel, by the names a configuration uses; "bf16" is the tensors' own dtype (FP32 where the stream is FP32).
+WIRES = {"bf16": None, "fp8": Spec("e4m3", (1, BLOCK), "block")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +142,9 @@ def build_mesh(
     ep: int = 1,
     device: torch.device | str = "cpu",
     sequence_parallel: bool = True,
+    timeout_s: float = 600.0,
     tp_wire: Spec | None = None,
     combine_wire: Spec | None = None,
-    timeout_s: float = 600.0,
     timed: bool = False,
 ) -> Mesh:
     """The mesh of this process, from torchrun's environment or an initialised torch.distributed.
