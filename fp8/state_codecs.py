@@ -256,3 +256,8 @@ def new_state(codec: Codec, shape: torch.Size, device: torch.device) -> State:
         torch.zeros(tiles_shape(shape, tile), dtype=dtype, device=device)
         for part, (dtype, tile, fill) in codec.parts.items()
     }  # fmt: skip
+
+
+def codec_bytes(codec: Codec) -> float:
+    """Bytes of an element, its share of the scales included."""
+    return sum(dtype.itemsize / (tile[0] * tile[1]) for dtype, tile, _ in codec.parts.values())

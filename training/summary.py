@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from fp8.recipe import recipe_named
+from fp8.optimizer import ROLES, States
+from fp8.recipe import FORMATS, recipe_named
+from fp8.state_codecs import CODECS, codec_bytes
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
+from training.states import gradient_format, optimizer_states
 
 
-def bytes_per_parameter(recipe_name: str) -> dict[str, float]:
-    """Bytes of a matrix parameter over a whole run, by what they are for. One scale of 4 bytes serves 128 x 128 weights."""
+def bytes_per_parameter(recipe_name: str, states: States | None = None, gradient: str = "fp32") -> dict[str, float]:
+    """Bytes of a matrix parameter over a whole run, by what they are for, shares of the scales included."""
     spec = recipe_named(recipe_name).weight
     weight = spec.dtype.itemsize + (4 / (spec.tile[0] * spec.tile[1]) if spec.tile and spec.tile[0] else 0)
-    master = 0.0 if recipe_name == "fp32" else 4.0  # an FP32 weight is its own master
-    return {"weight": round(weight, 4), "gradient": 4.0, "master": master, "moments": 8.0}
+    chosen = States() if states is None else states
+    held = {role: codec_bytes(CODECS[role][getattr(chosen, role)]) for role in ROLES}
+    master = 0.0 if recipe_name == "fp32" else held["master"]  # an FP32 weight is its own master
+    moments = held["exp_avg"] + held["exp_avg_sq"]
+    found = {"weight": weight, "gradient": FORMATS[gradient].itemsize, "master": master, "moments": moments}
+    return {name: round(float(value), 4) for name, value in found.items()}
 
 
 def describe(config: Config, world_size: int) -> str:
     """The whole of it as text."""
     counts = parameter_counts(config.model)
     flops = flops_per_token(config.model, config.data.seq_len)
-    held = bytes_per_parameter(config.fp8.recipe)
+    optim, level = config.optim, config.fp8.level
+    held = bytes_per_parameter(config.fp8.recipe, optimizer_states(optim, level), gradient_format(optim, level))
     stored = counts["total"] + counts["mtp"]
     dp = world_size // config.parallel.tp
     micro_batches = config.train.global_batch // (config.train.micro_batch * dp)
