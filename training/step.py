@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp8.auto import AutoFP8
 from fp8.config import AutoConfig
 from fp8.optimizer import AdamW
+from fp8.recipe import FORMATS
 from fp8.scaling import update_scales
 from fp8.weight import weights
 from model.loss import Losses, NumValid, count_valid
@@ -79,11 +80,12 @@ class TrainStep:
         phases: Phases,
         auto: AutoConfig | None = None,
         cuda_graphs: bool = False,
+        grad_wire: str = "fp32",
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
         self.weights = list(weights(model))
-        self.reducer = GradReducer(self.weights, mesh)
+        self.reducer = GradReducer(self.weights, mesh, wire_dtype=FORMATS[grad_wire])
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
         self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None
