@@ -21,16 +21,17 @@ from fp8.optimizer import AdamW
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
-from parallel.mesh import build_mesh, close_mesh
+from parallel.mesh import WIRES, build_mesh, close_mesh
 from training.checkpoint import Checkpointer
 from training.config import Config, load_config
 from training.data import Loader, PackedDataset
 from training.errors import UserError
 from training.evaluate import evaluate
-from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class
+from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import packed_path
 from training.process import admit, choose_device, on_sigterm
 from training.profile import ProfileWindow
+from training.resources import Resources, detailed
 from training.sample import generate
 from training.schedule import learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
@@ -45,7 +46,10 @@ def run(config: Config) -> int:
     # ---------------------------------------------------------------- ranks, data, model
     train, data, optim, parallel = config.train, config.data, config.optim, config.parallel
     device, dtype = choose_device(train, config.fp8.recipe)
-    mesh = build_mesh(parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s)
+    mesh = build_mesh(
+        parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s,
+        tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True,
+    )  # fmt: skip
     metrics = Metrics(config, active=mesh.world.rank == 0)
     metrics.prefix = admit(config, device)
     tokenizer = load_tokenizer(data.tokenizer)
@@ -73,7 +77,9 @@ def run(config: Config) -> int:
     phases = Phases(device)
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
-    take_step = TrainStep(model, optimizer, mesh, optim, config.model.bias_update_rate, phases, config.fp8.auto)
+    bias_rate, auto = config.model.bias_update_rate, config.fp8.auto
+    take_step = TrainStep(model, optimizer, mesh, optim, bias_rate, phases, auto, train.cuda_graphs, parallel.grad_wire)
+    resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     interrupted = on_sigterm()
     wandb_id = metrics.start(done, wandb_id)
@@ -110,11 +116,13 @@ def run(config: Config) -> int:
         if state is None and done == first and (problem := first_loss_problem(config, result.loss)) is not None:
             metrics.warn(problem)
         if health is not None:
-            metrics.log(done, health_by_class(health.result()))
+            measured = health.result()
+            metrics.log(done, health_by_class(measured), {"fp8": measured})
         if logged:
             values = result.metrics() | {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
-            values |= throughput.read(phases.read()) | expert_load(model, result.counts_LE)
-            metrics.log(done, values)
+            values |= throughput.read(phases.read()) | expert_load(model, result.counts_LE) | resources.read(done)
+            with_tables = result.counts_LE is not None and detailed(done, train.steps, train.log_every)
+            metrics.log(done, values, {"load": load_table(model, result.counts_LE)} if with_tables else None)
             metrics.say(console_line(done, train.steps, values))
         if config.eval.samples and due(config.eval.every, done) and not last:
             validate()

@@ -108,7 +108,7 @@ def _masters(source: Source, part: Part, shape: tuple[int, ...]) -> Iterator[tup
     for rows in _slabs(shape):
         start = box[dim].start
         slab = (*box[:dim], slice(start + rows.start, start + rows.stop), *box[dim + 1 :])
-        yield rows, source.reader.read(f"master.{part.name}", slab).flatten(0, dim)
+        yield rows, source.reader.master(part.name, slab).flatten(0, dim)
 
 
 def _to_fp8(source: Source, part: Part, rows: slice, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,14 @@ import sys
 from dataclasses import dataclass, replace
 
 from fp8.optimizer import PRESETS, States
-from fp8.recipe import Recipe
+from fp8.recipe import FORMATS, Recipe
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from parallel.mesh import check_layout
 from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
 from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, speed
 from training.config import Config, load_config
 from training.errors import UserError, exit_status
+from training.states import gradient_format, optimizer_states
 
 GB = 1e9
 MAX_EP, MAX_TP, STAGES = 256, 8, range(5)
@@ -44,14 +45,14 @@ class Plan:
 
 def states_of(config: Config) -> States:
     """Formats of the optimizer states that the config asks for."""
-    build = getattr(config.optim, "build_states", None)
-    return build() if build is not None else States()
+    return optimizer_states(config.optim, config.fp8.level)
 
 
 def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: Recipe | None = None) -> Plan:
     """Memory and time of one layout."""
     recipe = recipe or config.fp8.build()
-    held = memory(config.model, recipe, states, layout, config.data.seq_len)
+    gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
+    held = memory(config.model, recipe, states, layout, config.data.seq_len, gradients=gradients)
     local = local_parameters(config.model, recipe, states, layout)
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
     needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"])
@@ -110,7 +111,8 @@ def describe_model(config: Config, states: States) -> list[str]:
     """Counts that need no layout."""
     counts, tokens = parameter_counts(config.model), config.tokens_per_step
     flops = flops_per_token(config.model, config.data.seq_len)
-    solo = memory(config.model, config.fp8.build(), states, Layout(), config.data.seq_len).static
+    gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
+    solo = memory(config.model, config.fp8.build(), states, Layout(), config.data.seq_len, gradients=gradients).static
     stored = counts["total"] + counts["mtp"]
     each = {name: solo[name] / stored for name in ("weights", "gradients", "states")}
     return [

@@ -76,7 +76,7 @@ class Memory:
 
 
 @functools.lru_cache(maxsize=1024)
-def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int) -> dict[str, int]:
+def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, gradients: torch.dtype) -> dict[str, int]:
     """Parameters, and bytes of weights, gradients and states, of dense weights and of experts on one rank."""
     layout = Layout(world=tp * ep, tp=tp, ep=ep)
     with torch.device("meta"):
@@ -90,19 +90,22 @@ def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
         parts = [t for codec in held.values() for t in new_state(codec, weight.data.shape, weight.data.device).values()]
         found[f"{kind} parameters"] += weight.numel
         found[f"{kind} weights"] += weight.q.nbytes
-        found[f"{kind} gradients"] += weight.numel * weight.grad_dtype.itemsize
+        low = weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight is not model.embedding
+        found[f"{kind} gradients"] += weight.numel * (gradients if low else torch.float32).itemsize
         found[f"{kind} states"] += sum(t.nbytes for t in parts)
     return found
 
 
-def static(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int) -> dict[str, int]:
+def static(
+    config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, gradients: torch.dtype = torch.float32
+) -> dict[str, int]:
     """`_count` of the whole model, from two of its sizes: all MoE layers are alike. tp splits what ep does not, and the reverse."""
     first, recipe = config.first_k_dense_replace, replace(recipe, overrides=())  # they name layers, and change little
     found = {}
     for own, t, e in (("dense", tp, 1), ("expert", 1, ep)):
         layers = config.num_hidden_layers - first
         sizes = [replace(config, num_hidden_layers=first + min(n, layers)) for n in (1, 2)]
-        one, two = (_count(size, recipe, states, t, e) for size in sizes)
+        one, two = (_count(size, recipe, states, t, e, gradients) for size in sizes)
         found |= {k: n + (layers - 1) * (two[k] - n) for k, n in one.items() if k.startswith(own)}
     return found
 
@@ -209,10 +212,16 @@ def communication_buffers(c: ModelConfig, layout: Layout, seq_len: int) -> int:
 
 
 def memory(
-    c: ModelConfig, recipe: Recipe, states: States, layout: Layout, seq_len: int, hidden: torch.dtype = torch.bfloat16
+    c: ModelConfig,
+    recipe: Recipe,
+    states: States,
+    layout: Layout,
+    seq_len: int,
+    hidden: torch.dtype = torch.bfloat16,
+    gradients: torch.dtype = torch.float32,
 ) -> Memory:
-    """What one rank needs."""
-    count = static(c, recipe, states, layout.tp, layout.ep)
+    """What one rank needs; `hidden` is the residual stream's type, `gradients` the accumulators'."""
+    count = static(c, recipe, states, layout.tp, layout.ep, gradients)
     shards = (layout.dp, layout.edp) if layout.sharded_states else (1, 1)
     held = {name: count[f"dense {name}"] + count[f"expert {name}"] for name in ("weights", "gradients")}
     held["states"] = count["dense states"] // shards[0] + count["expert states"] // shards[1]

@@ -97,6 +97,11 @@ def expert_load(model: nn.Module, counts_LE: Tensor | None) -> dict[str, float]:
     return found
 
 
+def load_table(model: nn.Module, counts_LE: Tensor) -> dict[str, list[int]]:
+    """Tokens of each expert by router, from counts as in `expert_load`."""
+    return {name: counts_E for (name, _), counts_E in zip(routers(model), counts_LE.tolist(), strict=True)}
+
+
 class Throughput:
     """Rates between two logs. Evaluation and checkpoints do not count as training time."""
 
@@ -178,10 +183,10 @@ class Metrics:
         if self._bar is not None:
             self._bar.update()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Values of optimizer step `step` (from 1), to the file and to wandb."""
+    def log(self, step: int, values: dict[str, float], detail: dict[str, Any] | None = None) -> None:
+        """Values of optimizer step `step` (from 1), to the file and to wandb; `detail` (tables for tools.report) to the file."""
         if self.active:
-            self._write({"step": step, "time": time.time(), **values})
+            self._write({"step": step, "time": time.time(), **values, **({"detail": detail} if detail else {})})
             if self.wandb is not None:
                 self.wandb.log(step, values)
 

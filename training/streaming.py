@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fp8.recipe import BLOCK
 from training.errors import UserError
 from training.shards import damage, read_metadata
 
@@ -150,6 +151,21 @@ class ShardReader:
         if filled != out.numel():
             raise UserError(f"checkpoint {self.folder}: {name} has {filled} of {out.numel()} values; pieces are missing")
         return out
+
+    def master(self, name: str, box: Box | None = None) -> Tensor:
+        """FP32 values of (a part of) the master of weight `name`, decoded where it is stored in FP16. Raises as `read`."""
+        value = self.read(f"master.{name}", box)
+        scale = f"master.scale.{name}"
+        if scale not in self._tensors:
+            return value
+        box = whole_box(self.shape(f"master.{name}")) if box is None else box
+        tiles = (*box[:-2], *(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in box[-2:]))
+        exponent = self.read(scale, tiles, torch.int32) - 127
+        wide = torch.ldexp(torch.ones(exponent.shape), exponent)
+        for dim in (-2, -1):
+            start = box[dim].start % BLOCK
+            wide = wide.repeat_interleave(BLOCK, dim).narrow(dim, start, box[dim].stop - box[dim].start)
+        return value * wide
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         if index in self._cache:

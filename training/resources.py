@@ -1,0 +1,43 @@
+"""Memory by class and bytes on the wire of this rank, for the log."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fp8.optimizer import AdamW, bytes_report
+from parallel.mesh import Mesh
+
+MAX_DETAILS = 200  # records of a run that carry tables (a count for each expert): about 30 KB each for Ling-mini
+
+
+class Resources:
+    """Reads what has gathered since the last `read`."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, mesh: Mesh, done: int) -> None:
+        self.model, self.optimizer, self.mesh, self._last = model, optimizer, mesh, done
+
+    def read(self, step: int) -> dict[str, float]:
+        """Values after step `step`.
+
+        Returns:
+            "memory/CLASS_gb" of weights, gradients, optimizer states and, at their largest, activations kept in FP8 for backward;
+            "wire/KIND_gb" that this rank sent in a step, "wire_format/KIND/FORMAT_gb" of it in each format, and "wire_time/KIND_s"
+            that it waited for them in a step, overlap with compute left out.
+        """
+        held, steps = bytes_report(self.optimizer), max(step - self._last, 1)
+        states = sum(held[name] for name in ("master", "exp_avg", "exp_avg_sq"))
+        account, traffic = self.model.stash.account, self.mesh.traffic
+        memory = {"weights": held["weight"], "gradients": held["grad"], "states": states, "activations": account.peak}
+        found = {f"memory/{name}_gb": size / 1e9 for name, size in memory.items()}
+        found |= {f"wire/{kind}_gb": size / steps / 1e9 for kind, size in sorted(traffic.by_kind().items())}
+        found |= {f"wire_format/{kind}/{fmt}_gb": size / steps / 1e9 for (kind, fmt), size in sorted(traffic.sent.items())}
+        found |= {f"wire_time/{kind}_s": seconds / steps for kind, seconds in sorted(traffic.seconds().items())}
+        account.peak, self._last = 0, step
+        traffic.reset()
+        return found
+
+
+def detailed(step: int, steps: int, log_every: int) -> bool:
+    """Whether the record of a logged step carries tables: at most about `MAX_DETAILS` of a run do."""
+    every = log_every * max(1, steps // (MAX_DETAILS * log_every))
+    return step % every == 0 or step in (1, steps)
