@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8.hardware import has_block_gemm, has_tensorwise_gemm
+from fp8.hardware import has_block_gemm, has_mx_gemm, has_tensorwise_gemm
+from fp8.mx import scaled_mm_mx
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK, E4M3, TENSORWISE
+from fp8.recipe import BLOCK, E4M3, MX_BLOCK, TENSORWISE
 
 
 def gemm_nt_ref(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
@@ -31,6 +32,8 @@ def _is_native(a: Quantized, b: Quantized) -> bool:
     formats = (a.data.dtype, b.data.dtype)
     if a.tile == b.tile == TENSORWISE:
         return has_tensorwise_gemm(a.device) and E4M3 in formats
+    if a.tile == (1, MX_BLOCK):
+        return b.tile == (MX_BLOCK, MX_BLOCK) and has_mx_gemm(a.device) and E4M3 in formats
     return a.tile == (1, BLOCK) and b.tile == (BLOCK, BLOCK) and formats == (E4M3, E4M3) and has_block_gemm(a.device)
 
 
@@ -41,6 +44,8 @@ def high_precision(q: Quantized) -> Tensor:
 
 def _scaled_mm(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """cuBLAS product of scaled operands; which scale layouts it takes decides the tile (1x128 . 128x128, or tensorwise)."""
+    if a.tile == (1, MX_BLOCK):
+        return scaled_mm_mx(a, b, dtype)
     kind = F.ScalingType
     if a.tile == TENSORWISE:
         scales, kinds = (a.scale_inv.reshape(()), b.scale_inv.reshape(())), (kind.TensorWise, kind.TensorWise)

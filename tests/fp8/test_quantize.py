@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8 import mx
 from fp8.permute import gather_rows
 from fp8.quantize import (
     cast_fp8,
@@ -249,3 +250,30 @@ def test_retiled_gradient_keeps_a_scale_for_each_column() -> None:
     dy[0, 0] = 1e4
     q = retile_t(quantize(dy, Recipe.block().gradient), Recipe.block().gradient)
     assert q.scale_inv.shape == (BLOCK, 2) and q.scale_inv[0, 0] > 100 * q.scale_inv[1, 0]
+
+
+# ---------------------------------------------------------------- MX on Blackwell
+
+
+def test_e8m0_bytes_are_the_exponents() -> None:
+    scale = torch.tensor([1.0, 2.0, 0.5, 2.0**-126, 2.0**126])
+    assert mx.e8m0(scale).view(torch.uint8).tolist() == [127, 128, 126, 1, 253]
+    assert torch.equal(mx.e8m0(scale).float(), scale)
+
+
+def test_mx_scales_lie_where_cublas_looks_for_them() -> None:
+    rows, scales = 200, 6
+    exponents = torch.arange(rows * scales).view(rows, scales) % 200 - 100
+    flat = mx.swizzle(torch.exp2(exponents.float())).view(torch.uint8)
+    assert flat.numel() == 256 * 8
+    for r, c in ((0, 0), (1, 0), (31, 3), (32, 1), (127, 3), (128, 0), (199, 5), (5, 4)):
+        tile = (r // 128) * 2 + c // 4
+        offset = tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
+        assert flat[offset] == exponents[r, c] + 127
+
+
+def test_a_square_tile_is_the_scale_of_each_of_its_rows() -> None:
+    w = quantize(wide(64, 64), Recipe.mx().weight)
+    scales = mx.row_scales(w)
+    assert scales.shape == (64, 2)
+    assert torch.equal(Quantized(w.data, scales, (1, 32)).dequantize(), w.dequantize())
