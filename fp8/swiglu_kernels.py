@@ -15,7 +15,7 @@ from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 FORWARD_ROWS, FORWARD_WARPS = 32, 4  # 64 FP32 values of gate and up a thread
-BACKWARD_WARPS = 16
+BACKWARD_WARPS, SPLIT = 8, True
 
 
 @triton.jit
@@ -138,6 +138,90 @@ def _swiglu_backward(
 
 
 @triton.jit
+def _half_grad_row(
+    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, words_ok, word,
+    UP: tl.constexpr, WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """dg (or du with UP) of four neighbouring columns (one word) of 32 rows x 32 words; with dg goes the block's part of dw."""
+    row_ok = row < rows
+    ok = row_ok[:, None] & words_ok[None, :]
+    src = hq_ptr + row.to(tl.int64)[:, None] * (2 * words) + word[None, :]
+    si = hsi_ptr + cb.to(tl.int64) * rows + row
+    gate = tl.load(si, mask=row_ok, other=0.0)[:, None]
+    g0, g1, g2, g3 = unpack4(tl.load(src, mask=ok, other=0), HARDWARE)
+    d0, d1, d2, d3 = load_bf16x4(da_ptr + row.to(tl.int64)[:, None] * words + word[None, :], ok)
+    w = 1.0
+    if WEIGHTED:
+        w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
+    if UP:
+        return _up_grad(g0 * gate, d0, w), _up_grad(g1 * gate, d1, w), _up_grad(g2 * gate, d2, w), _up_grad(g3 * gate, d3, w)
+    else:
+        up = tl.load(si + (words // 32).to(tl.int64) * rows, mask=row_ok, other=0.0)[:, None]
+        u0, u1, u2, u3 = unpack4(tl.load(src + words, mask=ok, other=0), HARDWARE)
+        g0, _, d0 = _swiglu_grad(g0 * gate, u0 * up, d0, w)
+        g1, _, d1 = _swiglu_grad(g1 * gate, u1 * up, d1, w)
+        g2, _, d2 = _swiglu_grad(g2 * gate, u2 * up, d2, w)
+        g3, _, d3 = _swiglu_grad(g3 * gate, u3 * up, d3, w)
+        if WEIGHTED:
+            tl.store(dw_ptr + cb.to(tl.int64) * rows + row, tl.sum((d0 + d1) + (d2 + d3), 1), mask=row_ok)
+        return g0, g1, g2, g3
+
+
+@triton.jit
+def _up_grad(g, da, w):
+    """du of one element."""
+    return da * (g * (1.0 / (1.0 + tl.exp(-g)))) * w
+
+
+@triton.jit
+def _half_block(
+    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, rb, cb, rows, width, words_t,
+    UP: tl.constexpr, WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Both forms of one 128x128 block of dg, or of du."""
+    words = width // 4
+    word = cb * 32 + tl.arange(0, 32)
+    ok = word < words
+    r0 = rb * 128 + 4 * tl.arange(0, 32)
+    a0, a1, a2, a3 = _half_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0, rows, cb, words, ok, word, UP, WEIGHTED, HARDWARE)  # fmt: skip
+    b0, b1, b2, b3 = _half_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 1, rows, cb, words, ok, word, UP, WEIGHTED, HARDWARE)  # fmt: skip
+    c0, c1, c2, c3 = _half_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 2, rows, cb, words, ok, word, UP, WEIGHTED, HARDWARE)  # fmt: skip
+    d0, d1, d2, d3 = _half_grad_row(
+        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 3, rows, cb, words, ok, word, UP, WEIGHTED, HARDWARE)  # fmt: skip
+    half: tl.constexpr = 1 if UP else 0
+    block = cb + half * (words // 32)
+    store_rows(q_ptr + half * words, si_ptr + block.to(tl.int64) * rows, rb, 2 * words, word, ok, rows,
+               a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
+    store_columns(qt_ptr, sit_ptr + rb.to(tl.int64) * (2 * width), block * 128, rb, 2 * width, words_t,
+                  a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
+
+
+@triton.jit
+def _swiglu_backward_split(
+    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, width, words_t,
+    WEIGHTED: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Row form and transposed form (tiles along rows) of one 128x128 block of dg or of du.
+
+    Two neighbouring programs share what they read through L2: one that made both halves would hold twice the registers.
+    hq, q and qt as int32 words of four codes, da as int64 words of four BF16.
+    """
+    half, cb, rb = tl.program_id(0) % 2, tl.program_id(0) // 2, tl.program_id(1)
+    if LIVE:
+        if tl.load(live_ptr + rb) < 0:
+            return
+    if half == 0:
+        _half_block(hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, rb, cb, rows, width, words_t,
+                    False, WEIGHTED, HARDWARE)  # fmt: skip
+    else:
+        _half_block(hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, rb, cb, rows, width, words_t,
+                    True, WEIGHTED, HARDWARE)  # fmt: skip
+
+
+@triton.jit
 def _swiglu_plain(
     h_ptr, si_ptr, w_ptr, da_ptr, out_ptr, dw_ptr, live_ptr, rows, width,
     ROWS: tl.constexpr, STORED: tl.constexpr, BACKWARD: tl.constexpr, WEIGHTED: tl.constexpr, LIVE: tl.constexpr,
@@ -215,7 +299,8 @@ def backward(
     dh_t = _empty_fp8(2 * width, rows_p, like=da_Rf)
     si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
     dw = None if w_R is None else torch.empty((width // BLOCK, rows), dtype=torch.float32, device=da_Rf.device)
-    _swiglu_backward[(width // BLOCK, rows_p // BLOCK)](
+    kernel, blocks = (_swiglu_backward_split, 2) if SPLIT else (_swiglu_backward, 1)
+    kernel[(blocks * width // BLOCK, rows_p // BLOCK)](
         h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
         si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, width, rows_p // 4,
