@@ -6,6 +6,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "numerics": ("tools.bench_numerics", "error and underflow of each recipe on known distributions"),
     "memory": ("tools.bench_memory", "bytes kept between forward and backward, by activation stage and tensor class"),
     "fused": ("tools.bench_fused", "memory-bound kernels around the GEMMs, as a share of the copy rate"),
     "layer": ("tools.bench_layer", "attention, dense block, MoE block, whole layer, head: FP8 against BF16"),
