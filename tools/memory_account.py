@@ -39,6 +39,8 @@ CLASSES = {
     "fp8/router_gemm.py": "permuted rows and routing",
     "parallel/dispatch.py": "permuted rows and routing",
     "fp8/embedding.py": "residual stream",
+    "fp8/residual.py": "residual stream",
+    "fp8/residual_kernels.py": "residual stream",
     "model/transformer.py": "residual stream",
     "model/moe.py": "residual stream",
     "model/mtp.py": "residual stream",
