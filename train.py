@@ -62,7 +62,8 @@ def run(config: Config) -> int:
         model = Transformer(config.model, config.fp8.build(), mesh, dtype, config.fp8.activations)
     set_gradient_format(model, gradient_format(optim, config.fp8.level))
     states = optimizer_states(optim, config.fp8.level)
-    optimizer = AdamW(weights(model), optim.beta1, optim.beta2, optim.eps, optim.weight_decay, states, train.seed)
+    betas = optim.beta1, optim.beta2
+    optimizer = AdamW(weights(model), *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload)
     checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
     state = checkpointer.restore(metrics.warn)
     if state is None:

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fp8.offload import on_device, to_host, visiting
 from fp8.philox import GRADIENT, Draw, weight_words
 from fp8.recipe import BLOCK
 from fp8.state_codecs import CODECS, Codec, State, new_state
@@ -102,6 +103,7 @@ class AdamW:
         named_weights: all weights of the model, in the same order on every rank and in every run.
         states: storage formats.
         seed: of the stochastic rounding.
+        offload: keep the states of matrices that lie on a GPU in pinned host memory (fp8/offload.py).
 
     Raises:
         ValueError: a weight is sharded across the tiles that share a scale.
@@ -116,10 +118,12 @@ class AdamW:
         weight_decay: float = 0.1,
         states: States | None = None,
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         self.weights = dict(named_weights)
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
         self.states, self.seed, self.num_steps = States() if states is None else states, seed, 0
+        self.offload = offload
         self._codecs = {name: self.states.codecs(weight) for name, weight in self.weights.items()}
         self._parameter = {name: place for place, name in enumerate(self.weights)}
         for name, weight in self.weights.items():
@@ -137,7 +141,10 @@ class AdamW:
         state = {role: new_state(codec, shape, device) for role, codec in self._codecs[name].items()}
         if weight.data.dtype == torch.float32:
             state["master"] = {"data": weight.data}
-        self._state[name] = state
+        self._state[name] = to_host(state) if self._travels(weight) else state
+
+    def _travels(self, weight: Weight) -> bool:
+        return self.offload and weight.data.is_cuda and weight.data.dtype != torch.float32
 
     def set_master(self, name: str, value: Tensor) -> None:
         """New values for the parameter `name`: its master (rounded to nearest) and its weight; new moments are zero."""
@@ -154,7 +161,7 @@ class AdamW:
         """Derives the weight from the stored master: after loading a checkpoint."""
         weight, master = self.weights[name], self._state[name]["master"]
         if master["data"] is not weight.data:
-            weight.set_(self._codecs[name]["master"].decode(master))
+            weight.set_(self._codecs[name]["master"].decode(on_device(master, weight.data.device)))
 
     def master(self, name: str) -> Tensor:
         """fp32 values of the stored master (the live tensor if it is stored so)."""
@@ -198,14 +205,16 @@ class AdamW:
         norm of a gradient with NaN) leaves every weight and state as it is. The next use overwrites the gradients.
         """
         self.num_steps += 1
-        scales: dict[torch.device, Tensor] = {}
-        for name, weight in self.weights.items():
-            if not (weight.trainable and weight.has_grad):
-                continue
-            device = weight.data.device
-            if device not in scales:  # filled on the device: a copy from the host would wait
-                is_tensor = isinstance(grad_scale, Tensor)
-                scales[device] = grad_scale.to(device, torch.float32) if is_tensor else torch.full((), grad_scale, device=device)
+        todo = [(name, weight) for name, weight in self.weights.items() if weight.trainable and weight.has_grad]
+        if not todo:
+            return
+        device = todo[0][1].data.device  # filled on the device: a copy from the host would wait
+        is_tensor = isinstance(grad_scale, Tensor)
+        scale = grad_scale.to(device, torch.float32) if is_tensor else torch.full((), grad_scale, device=device)
+        away = [self._state[name] for name, weight in todo if self._travels(weight)]
+        visitors = visiting(away, device) if away else iter(())
+        for name, weight in todo:
+            state = next(visitors) if self._travels(weight) else self._state[name]
             hyper = Hyper(
                 beta1=self.beta1,
                 beta2=self.beta2,
@@ -215,8 +224,9 @@ class AdamW:
                 rsqrt_correction2=1 / math.sqrt(1 - self.beta2**self.num_steps),
             )
             draw = Draw(self.seed, self.num_steps, self._parameter[name])
-            update(weight, self._state[name], self._codecs[name], hyper, draw, scales[device])
+            update(weight, state, self._codecs[name], hyper, draw, scale)
             weight.clear_grad()
+        next(visitors, None)  # the last one goes home
 
 
 def _check_pieces(name: str, weight: Weight, codecs: dict[str, Codec]) -> None:
@@ -287,7 +297,7 @@ def update(
 def bytes_report(optimizer: AdamW) -> dict[str, int]:
     """Steady-state bytes by class, from the tensors themselves: weight, grad, master, exp_avg, exp_avg_sq; and parameters.
 
-    An FP32 weight is its own master and counts as weight; a gradient counts once it exists.
+    An FP32 weight is its own master and counts as weight; a gradient counts once it exists; offloaded states do not.
     """
     found = dict.fromkeys(("weight", "grad", *ROLES, "parameters"), 0)
     states = optimizer.state()
@@ -296,7 +306,7 @@ def bytes_report(optimizer: AdamW) -> dict[str, int]:
         found["weight"] += weight.q.nbytes
         found["grad"] += weight.main_grad.nbytes if weight.main_grad is not None else 0
         for kind, tensor in states.get(name, {}).items():
-            if tensor.data_ptr() != weight.data.data_ptr():
+            if tensor.data_ptr() != weight.data.data_ptr() and tensor.device == weight.data.device:
                 found[kind.partition(".")[0]] += tensor.nbytes
     return found
 

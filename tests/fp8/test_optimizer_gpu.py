@@ -190,3 +190,23 @@ def test_bytes_agree_with_the_allocator() -> None:
     counted = sum(size for name, size in report.items() if name != "parameters")
     assert abs(held - counted) < 4096 * 16
     assert counted / report["parameters"] < 7.02
+
+
+@pytest.mark.parametrize("states", PRESETS.values(), ids=str)
+def test_offloaded_states_give_the_same_bits(states: States) -> None:
+    values = [torch.randn(256, 128 * (i + 1), device="cuda") for i in range(5)]
+    results = []
+    for offload in (False, True):
+        with torch.device("cuda"):
+            named = {f"w{i}": Weight(*v.shape, recipe=Recipe.block()) for i, v in enumerate(values)}
+        optimizer = AdamW(named.items(), states=states, offload=offload)
+        for name, value in zip(named, values, strict=True):
+            optimizer.set_master(name, value)
+        for step in range(3):
+            for weight, value in zip(named.values(), values, strict=True):
+                weight.add_grad(value * 1e-3 * (step + 1))
+            optimizer.step(1e-3)
+        tensors = [t for state in optimizer.state().values() for t in state.values()]
+        assert all(t.is_pinned() for t in tensors) == offload
+        results.append([as_bytes(t.cpu()) for t in (*tensors, *(w.data for w in named.values()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
