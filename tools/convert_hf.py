@@ -8,11 +8,8 @@ under its name only when it is whole.
 """
 
 import argparse
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,30 +18,8 @@ from model.config import ModelConfig
 from model.counts import parameter_counts
 from tools.hf_export import export_hf, open_source
 from tools.hf_import import import_hf
-from training.errors import UserError, exit_status
-
-
-@contextmanager
-def whole_or_nothing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to fill; it takes the name `out` when the block succeeds and vanishes when it does not.
-
-    Raises:
-        UserError: `out` exists and is not an empty folder, or the disk does not take it.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"output {out} exists and is not an empty folder; nothing was written")
-    partial = out.with_name(out.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that was killed
-        partial.mkdir(parents=True)
-        yield partial
-        if out.exists():
-            out.rmdir()
-        os.rename(partial, out)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or out}: {error.strerror or error}; {out} was not made") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+from tools.output import whole_or_nothing
+from training.errors import exit_status
 
 
 def _convert(out: Path, work: Callable[[Path, Callable[[int], object]], ModelConfig]) -> None:

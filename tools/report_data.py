@@ -40,7 +40,7 @@ class Run:
     def details(self, name: str) -> list[tuple[int, dict[str, Any]]]:
         """(step, table) of every record that carries `detail` of this name."""
         found = [(r["step"], r["detail"]) for r in self.records if isinstance(r.get("detail"), dict)]
-        return [(step, d[name]) for step, d in found if isinstance(d.get(name), dict)]
+        return [(step, d[name]) for step, d in found if isinstance(d.get(name), dict) and d[name]]
 
     def last(self, key: str) -> float | None:
         values = self.series(key)[1]

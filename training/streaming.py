@@ -152,6 +152,11 @@ class ShardReader:
             raise UserError(f"checkpoint {self.folder}: {name} has {filled} of {out.numel()} values; pieces are missing")
         return out
 
+    def raw(self, name: str, box: Box | None = None) -> Tensor:
+        """`read` in the dtype that is stored."""
+        self.shape(name)
+        return self.read(name, box, self._tensors[name].properties.dtype)
+
     def master(self, name: str, box: Box | None = None) -> Tensor:
         """FP32 values of (a part of) the master of weight `name`, decoded where it is stored in FP16. Raises as `read`."""
         value = self.read(f"master.{name}", box)

@@ -83,7 +83,8 @@ def test_one_page_with_every_panel_and_nothing_from_outside(compared: Path) -> N
 
 
 def test_a_run_without_details_still_has_its_page(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 2.0}\n')
+    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": NaN, "detail": {"fp8": {}}}', '{"step": 3, "loss": 2.0}', ""]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert call(tmp_path, "--out", tmp_path / "out") == 0
     assert re.findall(r'<section id="(\w+)"', (tmp_path / "out/report.html").read_text()) == ["summary", "loss"]
 
