@@ -17,6 +17,7 @@ import torch
 from triton.testing import do_bench
 
 from fp8 import cross_entropy_kernels, qk_norm_rope_kernels, rms_norm_kernels, route_kernels, swiglu_kernels
+from fp8.embedding import add_rows
 from fp8.fused import ROW
 from fp8.permute import Permutation, build_permutation, permute, permute_slots, unpermute_sum
 from fp8.quantize import quantize, quantize_both, requantize_t, retile_t
@@ -117,6 +118,13 @@ def head_cases(chunk: int, c: ModelConfig) -> Iterator[Case]:
         yield f"softmax gradient -> row + column FP8, {warps} warps", run, 4 * chunk * v + chunk * v // 16
 
 
+def embedding_cases(t: int, c: ModelConfig) -> Iterator[Case]:
+    out, dy = torch.zeros(c.vocab_size, c.hidden_size, device="cuda"), random(t, c.hidden_size)
+    tokens = (torch.rand(t, device="cuda") ** 3 * c.vocab_size).long()  # the commonest is about 2% of all, as in text
+    touched = tokens.unique().numel()
+    yield "embedding gradient, adds", lambda: add_rows(out, tokens, dy, True), 2 * dy.numel() + 8 * touched * c.hidden_size
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
@@ -127,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     copy = 2 * a.numel() / time_us(lambda: b.copy_(a)) / 1e6
     print(f"copy {copy:.2f} TB/s on {torch.cuda.get_device_name()}\n{'kernel':<52}{'us':>9}{'GB/s':>8}{'of copy':>9}")
     rows = [{"kernel": "copy", "tb_s": copy}]
-    for cases in (norm_cases, expert_cases, router_cases):
+    for cases in (norm_cases, expert_cases, router_cases, embedding_cases):
         for name, run, size in cases(args.tokens, c):
             rows.append(report(name, time_us(run), size, copy))
     for name, run, size in head_cases(2048, c):
