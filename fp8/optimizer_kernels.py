@@ -18,16 +18,29 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.optimizer import ROLES, Hyper
+from fp8.optimizer_device import (
+    MASTER_BITS,
+    MIN_FP16_BITS,
+    cut,
+    dither,
+    exp2,
+    fp16_scale,
+    load_m,
+    load_v,
+    quotient,
+    round_bf16,
+    store_m,
+    store_master,
+    store_v,
+)
 from fp8.philox import Draw
 from fp8.philox_kernels import draw_arguments, row_words
-from fp8.quantize_device import abs_bits, decode, encode_bytes, pow2_scale
+from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import INTERPRETED
 from fp8.recipe import BLOCK
-from fp8.state_codecs import FIELDS, MIN_FP16, Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedGroups
+from fp8.state_codecs import Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedGroups
 from fp8.weight import Weight
 
-_MASTER_BITS, _V_BITS, _M_BITS = (tl.constexpr(FIELDS[role]) for role in ("master", "exp_avg_sq", "exp_avg"))
-_MIN_FP16 = tl.constexpr((127 + int(torch.tensor(MIN_FP16).log2())) << 23)  # its bits
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 # ROWS = 4 num_warps puts 16 neighbours into each thread, whose Philox words then are where they are used.
 LAUNCH = {"num_warps": 8, "ROWS": 32}
@@ -37,173 +50,7 @@ _SCALARS = [  # never a reason to compile anew
 ]  # fmt: skip
 
 
-# ---------------------------------------------------------------- device functions
-
-
-@triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exp2(biased):
-    """2^(biased - 127) for integers 1 .. 254."""
-    return _float(biased.to(tl.int32) << 23)
-
-
-@triton.jit
-def _dither(word, FIELD: tl.constexpr, DROPPED: tl.constexpr):
-    """See state_codecs.dither: the field's bits on top of `DROPPED`, and a half below."""
-    rest: tl.constexpr = DROPPED - FIELD[1]
-    mask: tl.constexpr = ((1 << FIELD[1]) - 1) << rest
-    half: tl.constexpr = (1 << rest) >> 1
-    if FIELD[0] >= rest:
-        return ((word >> (FIELD[0] - rest)) & mask) | half
-    else:
-        return ((word << (rest - FIELD[0])) & mask) | half
-
-
-@triton.jit
-def _cut(x, noise, DROPPED: tl.constexpr):
-    mask: tl.constexpr = -(1 << DROPPED)
-    return _float((x.to(tl.int32, bitcast=True) + noise) & mask)
-
-
-@triton.jit
-def _fp16_scale(amax_bits):
-    """(biased exponent, multiplier) of a tile; the multiplier is 0 where the tile counts as zero."""
-    kept = amax_bits >= _MIN_FP16
-    exponent = tl.where(amax_bits < 0x7F800000, (amax_bits >> 23) - 141, 0)
-    exponent = tl.where(kept, exponent, -100)
-    return exponent + 127, tl.where(kept, _float((127 - exponent) << 23), 0.0)
-
-
-@triton.jit
-def _round_bf16(x, HARDWARE: tl.constexpr):
-    """fp32 -> the bits of the nearest BF16."""
-    if HARDWARE:
-        return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-
-
-@triton.jit
-def _quotient(m, v, rsqrt_correction2, eps, HARDWARE: tl.constexpr):
-    """m / (sqrt(v) rsqrt_correction2 + eps)."""
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 t; sqrt.approx.ftz.f32 t, $2; fma.rn.f32 t, t, $3, $4; rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }",
-            "=f,f,f,f,f", [m, v, rsqrt_correction2, eps], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return m / (tl.sqrt(v) * rsqrt_correction2 + eps)
-
-
-@triton.jit
-def _store_scales(ptr, offset, scale, HARDWARE: tl.constexpr):
-    """One byte a row. tl.store would first gather them through shared memory, with a barrier in the middle of each strip."""
-    if HARDWARE:
-        address = (ptr + offset).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "st.global.u8 [$1], $2; mov.b32 $0, 0;", "=r,l,r", [address, scale], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        tl.store(ptr + offset, scale.to(tl.uint8))
-
-
-@triton.jit
-def _load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE: tl.constexpr):
-    """exp_avg * factor; a power-of-two scale may go into the factor without changing the product's rounding."""
-    if M == "fp8":
-        code = tl.load(ptr + offset)
-        scale = _exp2(tl.load(scale_ptr + row_offset)) * factor
-        if HARDWARE:
-            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-        else:
-            return decode(code.to(tl.int32)) * scale[:, None]
-    else:
-        return tl.load(ptr + offset).to(tl.float32) * factor
-
-
-@triton.jit
-def _store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr, HARDWARE: tl.constexpr):
-    if M == "fp8":
-        bits = abs_bits(m)
-        amax = tl.max(bits, 1)
-        exponent = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.minimum(tl.maximum(exponent, -120), 126)
-        broken = amax >= 0x7F800000
-        exponent = tl.where((amax > 0) & (broken == 0), exponent, 0)
-        y = tl.abs(m) * _float((127 - exponent) << 23)[:, None]
-        # The code as a fixed-point number with 20 fraction bits; see state_codecs.E4M3Groups.
-        steps = (y + 0.015625).to(tl.int32, bitcast=True) - (121 << 23)
-        fixed = tl.where(y < 0.015625, steps, y.to(tl.int32, bitcast=True) - (120 << 23))
-        limit = tl.where(broken, 0x7F, 0x7E)
-        code = tl.minimum((fixed + _dither(word, _M_BITS, 20)) >> 20, limit[:, None])
-        code = code | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        tl.store(ptr + offset, code.to(tl.uint8))
-        _store_scales(scale_ptr, row_offset, exponent + 127, HARDWARE)
-    elif M == "bf16":
-        bits = m.to(tl.int32, bitcast=True) + _dither(word, _M_BITS, 16)
-        tl.store(ptr + offset, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
-    else:
-        tl.store(ptr + offset, m)
-
-
-@triton.jit
-def _load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
-    """exp_avg_sq as fp32."""
-    if V == "fp8":
-        scale = tl.load(scale_ptr + row_offset).to(tl.int32)
-        shift, low = 20 - (scale >> 7), (scale & 127) << 23
-        return _float((tl.load(ptr + offset).to(tl.int32) << shift[:, None]) + low[:, None])
-    elif V == "fp16":
-        return tl.load(ptr + offset).to(tl.float32) * _exp2(tl.load(scale_ptr + row_offset))[:, None]
-    else:
-        return tl.load(ptr + offset).to(tl.float32)
-
-
-@triton.jit
-def _store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr, HARDWARE: tl.constexpr):
-    if V == "fp8":
-        bits = abs_bits(v)
-        amax, amin = tl.max(bits, 1), tl.min(bits, 1)
-        coarse = (amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).to(tl.int32)
-        fine = (amax >> 23) - 15 + ((amax & 0x7FFFFF) > 0x780000).to(tl.int32)
-        is_fine = ((fine >= 1) & (fine <= 127) & (amin >= (fine << 23))).to(tl.int32)
-        low = tl.where(is_fine > 0, fine, tl.minimum(tl.maximum(coarse, 1), 127))
-        noise = _dither(word, _V_BITS, 20) >> is_fine[:, None]
-        code = (bits - (low << 23)[:, None] + noise) >> (20 - is_fine)[:, None]
-        tl.store(ptr + offset, tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8))
-        _store_scales(scale_ptr, row_offset, low | (is_fine << 7), HARDWARE)
-    elif V == "fp16":
-        v = _cut(v, _dither(word, _V_BITS, 13), 13)
-        biased, multiplier = _fp16_scale(tl.max(abs_bits(v), 1))
-        code = (v * multiplier[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
-        tl.store(ptr + offset, tl.where(code == 0, 1, code).to(tl.int16).to(tl.float16, bitcast=True))
-        _store_scales(scale_ptr, row_offset, biased, HARDWARE)
-    elif V == "bf16":
-        bits = v.to(tl.int32, bitcast=True) + _dither(word, _V_BITS, 16)
-        tl.store(ptr + offset, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
-    else:
-        tl.store(ptr + offset, v)
-
-
-@triton.jit
-def _store_master(
-    ptr, weight_ptr, offset, x, multiplier, inverse,
-    MASTER: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Master and, unless it is FP8, the weight derived from what was stored."""
-    if MASTER == "fp16":
-        half = (x * multiplier).to(tl.float16)
-        tl.store(ptr + offset, half)
-        x = half.to(tl.float32) * inverse
-    else:
-        tl.store(ptr + offset, x)
-    if WEIGHT == "bf16":
-        tl.store(weight_ptr + offset, _round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True))
+# ---------------------------------------------------------------- kernels
 
 
 @triton.jit
@@ -217,8 +64,8 @@ def _update_rows(
     offset += r[:, None] * (col_blocks * 128) + c[None, :]
     group += r * col_blocks
     g = tl.load(grad_ptr + offset).to(tl.float32) * grad_scale
-    m = _load_m(m_ptr, m_scale_ptr, offset, group, beta1, M, HARDWARE)
-    v = _load_v(v_ptr, v_scale_ptr, offset, group, V)
+    m = load_m(m_ptr, m_scale_ptr, offset, group, beta1, M, HARDWARE)
+    v = load_v(v_ptr, v_scale_ptr, offset, group, V)
     x = tl.load(x_ptr + offset).to(tl.float32)
     word = 0
     if (MASTER != "fp32") | (M != "fp32") | (V != "fp32"):
@@ -226,15 +73,12 @@ def _update_rows(
         word = row_words(quad + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, ROWS)
     m = m + g * rest1
     v = v * beta2 + (g * g) * rest2
-    x = tl.fma(_quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
-    _store_m(m_ptr, m_scale_ptr, offset, group, m, word, M, HARDWARE)
-    _store_v(v_ptr, v_scale_ptr, offset, group, v, word, V, HARDWARE)
+    x = tl.fma(quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
+    store_m(m_ptr, m_scale_ptr, offset, group, m, word, M, HARDWARE)
+    store_v(v_ptr, v_scale_ptr, offset, group, v, word, V, HARDWARE)
     if MASTER == "fp16":
-        x = _cut(x, _dither(word, _MASTER_BITS, 13), 13)
+        x = cut(x, dither(word, MASTER_BITS, 13), 13)
     return x
-
-
-# ---------------------------------------------------------------- kernels
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -256,7 +100,7 @@ def _update_blocks(
     quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
     x_scale = 1.0
     if MASTER == "fp16":
-        x_scale = _exp2(tl.load(x_scale_ptr + block))
+        x_scale = exp2(tl.load(x_scale_ptr + block))
 
     # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
     strips: tl.constexpr = 128 // ROWS
@@ -275,16 +119,16 @@ def _update_blocks(
 
     multiplier, inverse = 1.0, 1.0
     if MASTER == "fp16":
-        biased, multiplier = _fp16_scale(amax)
-        inverse = _exp2(biased)
+        biased, multiplier = fp16_scale(amax)
+        inverse = exp2(biased)
         tl.store(x_scale_ptr + block, biased.to(tl.uint8))
     strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
     step = ROWS * 128 * col_blocks
     for i in tl.static_range(strips):
-        _store_master(x_ptr, weight_ptr, strip + i * step, xs[i], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+        store_master(x_ptr, weight_ptr, strip + i * step, xs[i], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
     if WEIGHT == "fp8":
         # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
-        kept = (amax >= _MIN_FP16) | (MASTER == "fp32")
+        kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
         multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
         multiplier = tl.where(kept, multiplier, 0.0)
         tl.store(weight_scale_ptr + block, inverse)
@@ -308,12 +152,12 @@ def _update_elements(
     m = tl.load(m_ptr + i, mask=ok, other=0.0) * beta1 + g * rest1
     v = tl.load(v_ptr + i, mask=ok, other=0.0) * beta2 + (g * g) * rest2
     x = tl.load(x_ptr + i, mask=ok, other=0.0) * decay
-    x = x - _quotient(m, v, rsqrt_correction2, eps, HARDWARE) * step_size
+    x = x - quotient(m, v, rsqrt_correction2, eps, HARDWARE) * step_size
     tl.store(m_ptr + i, m, mask=ok)
     tl.store(v_ptr + i, v, mask=ok)
     tl.store(x_ptr + i, x, mask=ok)
     if WEIGHT == "bf16":
-        tl.store(weight_ptr + i, _round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True), mask=ok)
+        tl.store(weight_ptr + i, round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True), mask=ok)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
