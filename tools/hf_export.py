@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8.config import Fp8Config
 from fp8.quantize import cast_fp8, quantize
 from fp8.quantized import expand_scales
-from fp8.recipe import BLOCK, RECIPES, Recipe
+from fp8.recipe import BLOCK, Recipe
 from model.config import ModelConfig
 from model.huggingface import Part, parts
 from tools.hf_config import export_config
@@ -43,13 +44,18 @@ class Source:
     folder: Path
     config: ModelConfig
     reader: ShardReader
-    run: dict[str, Any]  # the run's configuration; {} for an import
+    run: dict[str, Any]  # the run's configuration
     hf: Path | None  # files of the import that it descends from
 
     @property
-    def recipe(self) -> Recipe:
-        """Of the run; an import has none and takes the block recipe, under which its bytes are what came in."""
-        return RECIPES.get((self.run.get("fp8") or {}).get("recipe", "block"), Recipe.block)()
+    def imported(self) -> bool:
+        """Nothing has been trained since the import."""
+        return (self.folder / "hf").is_dir()
+
+    def trained_in_fp8(self, name: str) -> bool:
+        """Whether the run's GEMMs read weight `name` in the block format: then its value is the quantised one."""
+        recipe = Fp8Config.of(self.run["fp8"]).build() if self.run.get("fp8") else Recipe.block()
+        return not self.imported and recipe.at(name, self.config.num_hidden_layers).weight == SPEC
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -125,7 +131,6 @@ def _to_fp8(source: Source, part: Part, rows: slice, value: Tensor) -> tuple[Ten
 
 
 def _write_tensors(source: Source, planned: list[tuple[Planned, Part | None]], writer: TensorWriter, done: Progress) -> None:
-    quantized_here = source.recipe.weight == SPEC and source.run
     biases, scales = bias_names(source.config), {}
     fp8 = any(tensor.dtype == "F8_E4M3" for tensor, _ in planned)
     for tensor, part in planned:
@@ -139,7 +144,7 @@ def _write_tensors(source: Source, planned: list[tuple[Planned, Part | None]], w
                 data, scale = _to_fp8(source, part, rows, value)
                 pieces.append(scale)
             else:
-                if fp8 and quantized_here and part.name in ("head", "mtp.eh_proj"):
+                if fp8 and part.name in ("head", "mtp.eh_proj") and source.trained_in_fp8(part.name):
                     value = quantize(value, SPEC).dequantize()
                 data = value.to(DTYPES[tensor.dtype])
             writer.write(tensor.name, data)
@@ -152,7 +157,7 @@ def _carry(source: Source, out: Path, tokenizer: str | None) -> dict[str, Any]:
     """Copies tokenizer (and, of an import, code) files; returns the config.json fields that go with them."""
     base = read_json(source.hf / "config.json") if source.hf is not None else {}
     folder = source.hf
-    if tokenizer is None and (folder is None or not any(folder.glob("tokenizer.*"))):
+    if tokenizer is None and not source.imported and (folder is None or not any(folder.glob("tokenizer.*"))):
         tokenizer = (source.run.get("data") or {}).get("tokenizer")
     if tokenizer is not None and tokenizer != "none":
         loaded = load_tokenizer(tokenizer)

@@ -29,6 +29,7 @@ from model.router import routers
 from model.transformer import Transformer
 from tools.hf_config import import_config
 from tools.hf_files import TensorFiles, read_json
+from training.config import load_config
 from training.config_loading import dump_yaml
 from training.errors import UserError
 from training.run_state import RunState
@@ -194,13 +195,14 @@ def import_hf(source: Path, folder: Path, final: Path, drop_mtp: bool, progress:
     found = check_tensors(files, config, hf.get("quantization_config") is not None, drop_mtp)
     has_tokenizer = any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     fingerprint = load_tokenizer(str(source)).fingerprint if has_tokenizer else ""
+    (folder / "train.yaml").write_text(_run_file(config, final, f"{final}/hf" if has_tokenizer else None), encoding="utf-8")
+    run = load_config(str(folder / "train.yaml")).to_dict()
     writer = ShardWriter(folder)
     _copy_weights(files, found, config, writer, progress)
     writer.finish()
     _carry(source, files, folder / "hf")
-    (folder / "train.yaml").write_text(_run_file(config, final, f"{final}/hf" if has_tokenizer else None), encoding="utf-8")
     state = RunState(
-        step=0, consumed=0, num_steps=0, model=dataclasses.asdict(config), tokenizer=fingerprint, data="", config={}
+        step=0, consumed=0, num_steps=0, model=dataclasses.asdict(config), tokenizer=fingerprint, data="", config=run
     )
     (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
     return config

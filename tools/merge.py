@@ -8,7 +8,8 @@ theta_0 + sum_j w_j (theta_j - theta_{j-1}): what lay between two checkpoints co
 average: c_j = w_j - w_{j+1}, c_k = w_k. Source: WSM as used by Ling 2.0 (arXiv 2510.22115, section 3.2); linear is the plain mean.
 
 Masters are averaged in FP32 (those stored in FP16 are decoded) and quantised when the result is loaded:
-`checkpoint.init_from=merged`, `tools.convert_hf export merged ...`, `tools.generate`. Set `checkpoint.keep_for_merge` so that a run keeps enough checkpoints.
+`checkpoint.init_from=merged`, `tools.convert_hf export merged ...`, `tools.generate`. Set `checkpoint.keep_for_merge` so that a
+run keeps enough checkpoints.
 """
 
 from __future__ import annotations
