@@ -45,9 +45,9 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def build(recipe: Recipe | str, **options: object) -> tuple[Transformer, AdamW]:
+def build(recipe: Recipe | str, config: ModelConfig = TINY) -> tuple[Transformer, AdamW]:
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
-    model = Transformer(TINY, recipe, dtype=torch.float32, **options).train()
+    model = Transformer(config, recipe, dtype=torch.float32).train()
     optimizer = AdamW(weights(model), weight_decay=0.0)
     for name, _, value in initial_values(model, 0):
         optimizer.set_master(name, value)
