@@ -13,11 +13,14 @@ def add_rows(out_VD: Tensor, tokens_T: Tensor, dy_TD: Tensor, accumulate: bool) 
     """out[tokens] (+)= dy, in a fixed order (deterministic)."""
     if not accumulate:
         out_VD.zero_()
-    dy_TD = dy_TD.to(out_VD.dtype)
-    if out_VD.is_cuda:  # index_put sorts, index_add uses atomics
-        out_VD.index_put_((tokens_T,), dy_TD, accumulate=True)
+    if out_VD.is_cuda and out_VD.dtype == torch.float32 and dy_TD.dtype in (torch.bfloat16, torch.float32):
+        from fp8 import embedding_kernels  # Triton comes with CUDA builds of torch only
+
+        embedding_kernels.add_rows(out_VD, tokens_T, dy_TD)
+    elif out_VD.is_cuda:  # index_put sorts, index_add uses atomics
+        out_VD.index_put_((tokens_T,), dy_TD.to(out_VD.dtype), accumulate=True)
     else:
-        out_VD.index_add_(0, tokens_T, dy_TD)
+        out_VD.index_add_(0, tokens_T, dy_TD.to(out_VD.dtype))
 
 
 class _Embedding(torch.autograd.Function):
