@@ -1,8 +1,8 @@
 """The Triton kernels behind embedding.add_rows: gradients of equal tokens are summed in a fixed order, without atomics.
 
-Tokens are sorted; a run is a stretch of equal tokens. A program sums the runs of 32 sorted positions by a product with their
-0/1 matrix of equality (exact: one operand is 0 or 1, sums are FP32). A run inside goes straight to its row; of a run that crosses into
-other programs only the parts are kept, and a second kernel adds them in order. So a token that is 5% of a text costs no more than others.
+Tokens are sorted; a run is a stretch of equal tokens. A program sums the runs of 32 sorted positions by a product with
+their 0/1 matrix of equality. A run inside goes straight to its row; of a run that crosses into other programs only the
+parts are kept, and a second kernel adds them in order. So a token that is 5% of a text costs no more than others.
 
 Shapes: T tokens, D features, V vocabulary, C = ceil(T / 32) chunks.
 """

@@ -7,7 +7,8 @@ from fp8.embedding_kernels import add_rows
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, marks, randn
 
 pytestmark = marks
-SIZES = [(1, 8, 16), (100, 5, 48)] if INTERPRETED else [(1, 8, 16), (100, 5, 48), (16384, 157184, 2048), (5000, 1, 272), (4096, 64, 1024)]
+SIZES = [(1, 8, 16), (100, 5, 48)]
+SIZES += [] if INTERPRETED else [(16384, 157184, 2048), (5000, 1, 272), (4096, 64, 1024)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
