@@ -141,11 +141,12 @@ def print_stages(rows: dict[int, dict[str, Any]], num_tokens: int) -> None:
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for stage, row in rows.items():
-        extra = {k: 100 * (row[f"{k}_flops"] / first[f"{k}_flops"] - 1) for k in ("moe", "dense")}
+        on_cpu = not first["cuda_kept"]  # torch's counter does not know our kernels
+        extra = {k: f"{100 * (row[f'{k}_flops'] / first[f'{k}_flops'] - 1):+.1f}%" if on_cpu else "" for k in ("moe", "dense")}
         print(
             f"| {stage} | {row['kept'] / 2**20:.2f} ({100 * (row['kept'] / first['kept'] - 1):+.0f}%) "
             f"| {row['peak'] / 2**20:.2f} ({100 * (row['peak'] / first['peak'] - 1):+.0f}%) "
-            f"| {row['moe_layer']:,.0f} | {row['dense_layer']:,.0f} | {extra['moe']:+.1f}% | {extra['dense']:+.1f}% |"
+            f"| {row['moe_layer']:,.0f} | {row['dense_layer']:,.0f} | {extra['moe']} | {extra['dense']} |"
         )
     names = sorted({n for row in rows.values() for n in row["classes"]}, key=lambda n: -first["classes"].get(n, 0))
     print("\n| kept after forward, bytes/token | " + " | ".join(f"stage {s}" for s in rows) + " |")

@@ -7,6 +7,8 @@ import pytest
 from fp8.config import Fp8Config
 from fp8.hardware import ARCHS, MATRIX, Machine, check, machine_of, matrix_table, nearest_native
 from fp8.recipe import RECIPES
+from training.config import Config
+from training.metrics import Metrics
 
 DEVICES = {
     "V100": Machine((7, 0), (12, 9)),
@@ -59,6 +61,15 @@ def test_emulation_runs_it_and_says_so_on_each_line() -> None:
     verdict = check("mx", DEVICES["H200"], emulate=True)
     assert verdict.kind == "emulated" and verdict.log_prefix("mx") == "[emulated mx] "
     assert not check("block", DEVICES["H200"], emulate=True).log_prefix("block"), "what is native is not emulated"
+
+
+def test_the_console_prefix_stands_before_every_line(capsys: pytest.CaptureFixture) -> None:
+    metrics = Metrics(Config(), active=True)
+    metrics.prefix = check("mx", DEVICES["H200"], emulate=True).log_prefix("mx")
+    metrics.say("step 1")
+    metrics.warn("careful")
+    printed = capsys.readouterr()
+    assert printed.out == "[emulated mx] step 1\n" and printed.err == "[emulated mx] warning: careful\n"
 
 
 def test_old_torch_is_refused_everywhere() -> None:
