@@ -27,6 +27,7 @@ from fp8.state_codecs import Codec, State, new_state
 from fp8.states import PRESETS, ROLES, States, states_named  # noqa: F401, who configures an AdamW needs them all
 from fp8.weight import Weight
 
+
 @dataclass(frozen=True)
 class Hyper:
     """The numbers of one step, as the arithmetic uses them."""

@@ -27,6 +27,20 @@ def exp2(biased):
 
 
 @triton.jit
+def _max_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_amax(x, HARDWARE: tl.constexpr):
+    """Bits of each row's largest magnitude, at least those of infinity where there is a NaN."""
+    if HARDWARE:  # magnitudes cost nothing in a floating-point maximum
+        return abs_bits(tl.reduce(tl.abs(x), 1, _max_or_nan))
+    else:
+        return tl.max(abs_bits(x), 1)
+
+
+@triton.jit
 def dither(word, FIELD: tl.constexpr, DROPPED: tl.constexpr):
     """See state_codecs.dither: the field's bits on top of `DROPPED`, and a half below."""
     rest: tl.constexpr = DROPPED - FIELD[1]
@@ -104,16 +118,15 @@ def load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE
 @triton.jit
 def store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr, HARDWARE: tl.constexpr):
     if M == "fp8":
-        bits = abs_bits(m)
-        amax = tl.max(bits, 1)
+        amax = row_amax(m, HARDWARE)
         exponent = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, -120), 126)
         broken = amax >= 0x7F800000
         exponent = tl.where((amax > 0) & (broken == 0), exponent, 0)
         y = tl.abs(m) * float_of((127 - exponent) << 23)[:, None]
         # The code as a fixed-point number with 20 fraction bits; see state_codecs.E4M3Groups.
-        steps = (y + 0.015625).to(tl.int32, bitcast=True) - (121 << 23)
-        fixed = tl.where(y < 0.015625, steps, y.to(tl.int32, bitcast=True) - (120 << 23))
+        steps = (y + 0.015625).to(tl.int32, bitcast=True) - (1 << 23)
+        fixed = tl.maximum(steps, y.to(tl.int32, bitcast=True)) - (120 << 23)
         limit = tl.where(broken, 0x7F, 0x7E)
         code = tl.minimum((fixed + dither(word, M_BITS, 20)) >> 20, limit[:, None])
         code = code | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
@@ -131,8 +144,8 @@ def load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
     """exp_avg_sq as fp32."""
     if V == "fp8":
         scale = tl.load(scale_ptr + row_offset).to(tl.int32)
-        shift, low = 20 - (scale >> 7), (scale & 127) << 23
-        return float_of((tl.load(ptr + offset).to(tl.int32) << shift[:, None]) + low[:, None])
+        step, low = 1 << (20 - (scale >> 7)), (scale & 127) << 23
+        return float_of(tl.load(ptr + offset).to(tl.int32) * step[:, None] + low[:, None])
     elif V == "fp16":
         return tl.load(ptr + offset).to(tl.float32) * exp2(tl.load(scale_ptr + row_offset))[:, None]
     else:
@@ -142,14 +155,14 @@ def load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
 @triton.jit
 def store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr, HARDWARE: tl.constexpr):
     if V == "fp8":
-        bits = abs_bits(v)
+        bits = v.to(tl.int32, bitcast=True)  # v has no sign
         amax, amin = tl.max(bits, 1), tl.min(bits, 1)
         coarse = (amax >> 23) - 31 + ((amax & 0x7FFFFF) > 0x700000).to(tl.int32)
         fine = (amax >> 23) - 15 + ((amax & 0x7FFFFF) > 0x780000).to(tl.int32)
         is_fine = ((fine >= 1) & (fine <= 127) & (amin >= (fine << 23))).to(tl.int32)
         low = tl.where(is_fine > 0, fine, tl.minimum(tl.maximum(coarse, 1), 127))
-        noise = dither(word, V_BITS, 20) >> is_fine[:, None]
-        code = (bits - (low << 23)[:, None] + noise) >> (20 - is_fine)[:, None]
+        factor = is_fine + 1
+        code = (bits * factor[:, None] + (dither(word, V_BITS, 20) - ((low << 23) * factor)[:, None])) >> 20
         tl.store(ptr + offset, tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8))
         store_scales(scale_ptr, row_offset, low | (is_fine << 7), HARDWARE)
     elif V == "fp16":

@@ -29,6 +29,7 @@ from fp8.optimizer_device import (
     load_v,
     quotient,
     round_bf16,
+    row_amax,
     store_m,
     store_master,
     store_v,
@@ -112,10 +113,10 @@ def _update_blocks(
             MASTER, M, V, ROWS, HARDWARE,
         )  # fmt: skip
         xs = xs + (x,)
-    bits = abs_bits(xs[0])
+    amax = row_amax(xs[0], HARDWARE)
     for i in tl.static_range(1, strips):
-        bits = tl.maximum(bits, abs_bits(xs[i]))
-    amax = tl.max(tl.max(bits, 1), 0)
+        amax = tl.maximum(amax, row_amax(xs[i], HARDWARE))
+    amax = tl.max(amax, 0)
 
     multiplier, inverse = 1.0, 1.0
     if MASTER == "fp16":

@@ -30,7 +30,7 @@ from fp8.recipe import BLOCK, E4M3
 GROUP, SQUARE, ELEMENT = (1, BLOCK), (BLOCK, BLOCK), (1, 1)
 # First bit and number of the bits of a random word that each state rounds with: no bit serves twice. 10 bits resolve 0.1% of
 # a step; the half that `dither` adds keeps the rest unbiased.
-FIELDS = {"master": (0, 11), "exp_avg_sq": (11, 11), "exp_avg": (22, 10)}
+FIELDS = {"exp_avg": (0, 10), "exp_avg_sq": (10, 10), "master": (20, 12)}
 MIN_FP16 = 2.0**-86  # an fp16 tile whose largest magnitude is smaller counts as zero: every scale stays a normal number
 State = dict[str, Tensor]  # parts of one encoded state: "data", and "scale" and others where the format has them
 
@@ -159,8 +159,9 @@ class E4M3Groups:
         broken = amax >= 0x7F800000
         exponent = torch.where((amax > 0) & ~broken, exponent, 0)
         y = x.abs() * spread(pow2(-exponent), GROUP, x.shape)
-        # The code as a fixed-point number with 20 fraction bits: below 2^-6 steps are uniform, above logarithmic.
-        fixed = torch.where(y < 2.0**-6, bits_of(y + 2.0**-6) - (121 << 23), bits_of(y) - (120 << 23))
+        # The code as a fixed-point number with 20 fraction bits. Below 2^-6 steps are uniform and the first term is the larger
+        # one; above they are logarithmic.
+        fixed = torch.maximum(bits_of(y + 2.0**-6) - (1 << 23), bits_of(y)) - (120 << 23)
         # A group with an inf or NaN keeps NaN; it must not turn into numbers.
         limit = spread(torch.where(broken, 0x7F, 0x7E), GROUP, x.shape)
         code = torch.minimum((fixed + dither(word, self.role, 20)) >> 20, limit) | (bits_of(x) < 0).long() << 7
@@ -191,8 +192,8 @@ class UnsignedGroups:
         is_fine = ((fine >= 1) & (fine <= 127) & (amin >= fine << 23)).long()
         low = torch.where(is_fine > 0, fine, coarse)
         shift = spread(is_fine, GROUP, x.shape)
-        fixed = bits - spread(low << 23, GROUP, x.shape)
-        code = ((fixed + (dither(word, self.role, 20) >> shift)) >> (20 - shift)).clamp(0, 255)
+        fixed = (bits - spread(low << 23, GROUP, x.shape)) << shift
+        code = ((fixed + dither(word, self.role, 20)) >> 20).clamp(0, 255)
         return {"data": code.to(torch.uint8), "scale": (low + (is_fine << 7)).to(torch.uint8)}
 
     def decode(self, state: State) -> Tensor:
