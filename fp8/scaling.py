@@ -93,7 +93,7 @@ class RoleScale(nn.Module):
         return self._known
 
     def reset(self) -> None:
-        """Forgets that the scale was known: its buffers may have been loaded anew."""
+        """Forgets that the scale was known: its buffers have been loaded anew."""
         self._known = False
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

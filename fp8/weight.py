@@ -223,8 +223,6 @@ class Weight(nn.Module):
         assert value.shape == self.data.shape, f"{tuple(value.shape)} into {tuple(self.data.shape)}"
         if self.recipe.adaptive:
             self._adopt(value)
-        for scale in self.scales.values():
-            scale.reset()
         static = self.spec.scaling == "static"
         q = quantize(value, self.spec, unit_scale_inv(value.new_tensor(self.init_std)) if static else None)
         self.data.copy_(q.data)

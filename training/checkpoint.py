@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fp8.optimizer import AdamW
 from fp8.state_codecs import CODECS, new_state
+from fp8.scaling import role_scales
 from fp8.weight import weights
 from model.router import routers
 from parallel.mesh import Mesh
@@ -170,6 +171,8 @@ class Checkpointer:
             read_shards(path, wanted, self.mesh.world)
         except ShardError as error:
             raise UserError(f"cannot load checkpoint {path}: {error}") from error
+        for scale in role_scales(self.model):
+            scale.reset()
         for name, _ in weights(self.model):
             self.optimizer.refresh(name)
         self.optimizer.num_steps = state.num_steps
