@@ -52,7 +52,7 @@ def load(checkpoint: str, recipe: str | None, tokenizer: str | None, device: tor
     return model.eval(), found
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="folder of a run, or of one checkpoint")
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipe", help="another recipe than the checkpoint's, for example bf16")
     parser.add_argument("--tokenizer", help="where the checkpoint's tokenizer lies now")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.temperature < 0 or args.top_k < 0 or args.tokens < 1 or args.samples < 1:
         raise UserError("--temperature and --top-k must not be negative; --tokens and --samples must be positive")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
