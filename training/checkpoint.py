@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8.optimizer import AdamW
-from fp8.state_codecs import CODECS, new_state
 from fp8.scaling import role_scales
+from fp8.state_codecs import CODECS, new_state
 from fp8.weight import weights
 from model.router import routers
 from parallel.mesh import Mesh

@@ -268,3 +268,17 @@ def test_rows_that_travel_share_the_largest_scale_of_their_ranks() -> None:
 def test_role_scale_counts_no_rank_and_needs_no_group() -> None:
     scale = RoleScale(delayed().activation)
     assert scale(rows(8.0), record=True).item() == scale_for(8.0) and scale.seen.item() == 8.0
+
+
+def test_the_device_is_read_until_a_scale_is_known_and_never_again() -> None:
+    """Neither a step nor new weights make the host ask again: that would be a synchronisation a role and step."""
+    weight = weight_of(delayed())
+    scale = weight.scales["activation"]
+    weight.quantize_activation(rows(8.0))
+    update_scales(weight)
+    assert scale.known
+    weight.set_(torch.zeros(128, 128))
+    scale.scale_inv.zero_()  # what the host would now see, if it looked
+    assert scale.known
+    scale.reset()
+    assert not scale.known
