@@ -71,9 +71,10 @@ def download(folder: Path) -> None:
     convert_hf.main(["export", str(folder.parent / "ling_run"), str(folder), "--dtype", "bf16"])
 
 
-def call_train(arguments: list[str], dry: bool, world: int = 1) -> int:
+def call_train(arguments: list[str], dry: bool, world: int | None = None) -> int:
     if dry:
-        return train.main([*arguments, "--dry-run", "--world-size", str(world)])
+        ranks = [] if world is None else ["--world-size", str(world)]
+        return train.main([*arguments, "--dry-run", *ranks])
     short = SHORT + own_texts(arguments)
     names = {a.partition("=")[0] for a in arguments if not a.startswith(("train.", "optim.decay"))}
     return train.main([*arguments, *(s for s in short if s.partition("=")[0] not in names)])
