@@ -33,7 +33,7 @@ from training.process import admit, choose_device, on_sigterm
 from training.profile import ProfileWindow
 from training.resources import Resources, detailed
 from training.sample import generate
-from training.schedule import learning_rate
+from training.schedule import fitted, learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
 from training.states import gradient_format, optimizer_states
 from training.step import NonFiniteError, TrainStep
@@ -86,6 +86,8 @@ def run(config: Config) -> int:
     wandb_id = metrics.start(done, wandb_id)
     metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {done}-{train.steps}")
     metrics.say(throughput.formula())
+    if (shrunk := fitted(optim, train.steps)) != (optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0):
+        metrics.warn(f"train.steps={train.steps} has no room for optim.warmup_steps and decay_steps: they are {shrunk} in this run")
 
     def validate() -> None:
         with phases("eval"):

@@ -36,14 +36,27 @@ class OptimConfig:
     grad_dtype: Literal["fp32", "bf16"] | None = None
 
 
+def fitted(optim: OptimConfig, num_steps: int) -> tuple[int, int]:
+    """(warmup, decay) steps of a run of `num_steps`: as configured, or shrunk in proportion where a shorter run has no room for both.
+
+    So a preset also runs with `train.steps=100`; `train.py` says when it shrinks them.
+    """
+    warmup, decay = optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0
+    if warmup + decay <= num_steps:
+        return warmup, decay
+    warmup = warmup * num_steps // (warmup + decay)
+    return warmup, num_steps - warmup if decay else 0
+
+
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
     """The rate of optimizer step `step` (0-based) of a run of `num_steps`."""
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
+    warmup, decay = fitted(optim, num_steps)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
     if optim.schedule == "wsd":
-        return optim.lr * wsd_ratio(step, num_steps, optim.decay_steps, optim.min_lr_ratio)
+        return optim.lr * wsd_ratio(step, num_steps, decay, optim.min_lr_ratio)
     if optim.schedule == "cosine":
-        return optim.lr * cosine_ratio(step - optim.warmup_steps, num_steps - optim.warmup_steps, optim.min_lr_ratio)
+        return optim.lr * cosine_ratio(step - warmup, num_steps - warmup, optim.min_lr_ratio)
     return optim.lr
 
 

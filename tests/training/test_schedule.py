@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.schedule import OptimConfig, learning_rate
+from training.schedule import OptimConfig, fitted, learning_rate
 
 
 def rates(num_steps: int, **optim: object) -> list[float]:
@@ -43,3 +43,12 @@ def test_rate_past_the_end_stays_at_the_minimum() -> None:
     for schedule in ("wsd", "cosine"):
         config = OptimConfig(lr=2.0, schedule=schedule, decay_steps=4, min_lr_ratio=0.5)
         assert math.isclose(learning_rate(50, config, 10), 1.0)
+
+
+def test_short_run_shrinks_warmup_and_decay_in_proportion() -> None:
+    """A preset with 200 + 400 steps of them must run with train.steps=100."""
+    config = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=200, decay_steps=400)
+    assert fitted(config, 100) == (33, 67) and fitted(config, 600) == (200, 400) and fitted(config, 1) == (0, 1)
+    curve = [learning_rate(step, config, 100) for step in range(100)]
+    assert max(curve) == curve[32] == 2.0 and curve[0] > 0 and 0 < curve[-1] < 0.05
+    assert fitted(OptimConfig(warmup_steps=2000), 100) == (100, 0)
