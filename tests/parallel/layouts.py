@@ -20,7 +20,7 @@ from model.router import bias_update, routers, update_expert_bias
 from model.transformer import Transformer, initial_values
 from parallel.collectives import all_reduce
 from parallel.grad_reduce import GradReducer, global_grad_norm
-from parallel.mesh import Mesh, build_mesh
+from parallel.mesh import WIRES, Mesh, build_mesh
 from tests.parallel.reference import Reference
 
 # Widths are multiples of 128 x 4, so that the block recipe runs at tp = 4; two KV heads, so that tp = 4 replicates them.
@@ -52,6 +52,7 @@ class Case:
     """One run of a few steps.
 
     Attributes:
+        wires: "fp8" sends the sums over tp and ep as FP8.
         idle: biases that send every token to experts 0-3, so that whole ranks are idle.
         parts: micro-batches.
     """
@@ -63,6 +64,7 @@ class Case:
     parts: int = 1
     stage: int = 0
     idle: bool = False
+    wires: str = "bf16"
 
     @property
     def oracle(self) -> str:
@@ -93,9 +95,11 @@ def idle_bias(idle: bool) -> Tensor:
 
 def backward(model: Transformer, mesh: Mesh, parts: int, num_valid: NumValid | None = None) -> tuple[float, float]:
     """Gradients of this rank's rows of the global batch, in `parts` micro-batches; returns global loss and auxiliary losses."""
-    tokens, labels = (x.chunk(mesh.dp.size)[mesh.dp.rank] for x in global_batch())
-    total = num_valid or count_valid(*global_batch())
-    found, parts = torch.zeros(2), min(parts, len(tokens))
+    device = model.norm.data.device
+    batch = [x.to(device) for x in global_batch()]
+    tokens, labels = (x.chunk(mesh.dp.size)[mesh.dp.rank] for x in batch)
+    total = num_valid or count_valid(*batch)
+    found, parts = torch.zeros(2, device=device), min(parts, len(tokens))
     for i, (t, y) in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True)):
         for _, weight in weights(model):
             weight.last_microbatch = i == parts - 1
@@ -127,7 +131,7 @@ def errors(model: Transformer, got: dict[str, Tensor], want: dict[str, Tensor]) 
 
 def bits(x: Tensor) -> int:
     """A digest of the exact bits of a tensor."""
-    return zlib.crc32(x.contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(x.contiguous().view(torch.uint8).cpu().numpy())
 
 
 def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
@@ -171,7 +175,8 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
 
 def run_case(case: Case, want: dict[str, Any]) -> dict[str, Any]:
     """The steps under this process's layout, and how far they are from `want`; plain numbers only."""
-    mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence)
+    wire = WIRES[case.wires]
+    mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence, tp_wire=wire, combine_wire=wire)
     model, got = take_steps(case, mesh)
     named = list(weights(model))
     seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss", "first aux")}

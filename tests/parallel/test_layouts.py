@@ -34,6 +34,7 @@ FP8 = [Case(*layout, recipe="block") for layout in ((1, 1), (1, 4), (2, 2), (4, 
 FP8 += [Case(2, 4, recipe="block", stage=4), Case(1, 4, recipe="block", idle=True), Case(2, 2, recipe="mx")]
 SHARED_SCALES = [Case(2, 1, recipe="tensorwise_current"), Case(2, 4, recipe="tensorwise_delayed")]
 FP8 += SHARED_SCALES
+WIRED = [Case(2, 4, recipe="block", wires="fp8")]
 FP32 = FOUR + IDLE + STAGED
 
 # An FP32 sum in another order moves by a few epsilon (6e-8); the deepest gradient collects about twenty of them.
@@ -60,7 +61,7 @@ def results(wants: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
     path = tmp_path_factory.mktemp("layouts") / "wants.pt"
     torch.save(wants, path)
     found = {}
-    for ranks, cases in ((4, FP32 + FP8), (2, TWO)):
+    for ranks, cases in ((4, FP32 + FP8 + WIRED), (2, TWO)):
         by_rank = run_ranks(ranks, run_cases, cases, str(path), timeout=280.0)
         found |= {(ranks, case): [seen[case] for seen in by_rank] for case in cases}
     return found
@@ -174,6 +175,16 @@ class TestFp8Layouts:
                 assert formats <= {"e4m3", "e5m2", "int64"} and "e4m3" in formats, where
             if case.tp > 1 and case.sequence:
                 assert seen["traffic"]["tp", "e4m3"] > 0, where
+
+    def test_sums_sent_as_fp8_stay_near(self, results: dict, wants: dict) -> None:
+        """One more E4M3 rounding (2.6 % in the mean square) on each of about ten sums that a gradient passes."""
+        for where, case, seen in pick(results, WIRED):
+            assert seen["loss"] == pytest.approx(wants[case.oracle]["loss"], rel=1e-2), where
+            assert seen["norm"] == pytest.approx(wants[case.oracle]["norm"], rel=5e-2) and seen["finite"], where
+            sent = seen["traffic"]
+            assert sent["combine", "e4m3"] > 0
+            # FP32 is left for the embedding and the routing weights' gradient
+            assert sent["combine", "fp32"] < 0.1 * sent["combine", "e4m3"] and sent["tp", "fp32"] < sent["tp", "e4m3"], where
 
 
 @pytest.mark.distributed
