@@ -18,7 +18,7 @@ import pytest
 import train
 from fp8.recipe import Recipe
 from tests.helpers import ROOT
-from tests.tools.test_convert_hf import trained
+from tests.tools.published import trained
 from tools import convert_hf, generate, merge, plan, prepare_data, report, train_tokenizer
 from training.errors import exit_status
 from training.tokenizer import train_tokenizer as make_tokenizer

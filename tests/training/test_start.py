@@ -15,7 +15,7 @@ import train
 from fp8.weight import weights
 from model.huggingface import parts
 from parallel.mesh import Mesh
-from tests.tools.test_convert_hf import GOLDEN
+from tests.tools.published import GOLDEN
 from tools import convert_hf, prepare_data, train_tokenizer
 from training.config import CheckpointConfig, Config, load_config
 from training.errors import UserError

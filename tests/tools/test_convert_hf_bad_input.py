@@ -1,0 +1,135 @@
+"""What an import refuses, each with one message, and that nothing half-made stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tools.published import GOLDEN, SCALE, call, edit, edit_tensors
+from tools.hf_files import TensorWriter, read_json
+
+
+def spoil_truncate(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1000])
+
+
+def spoil_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}})
+    )
+
+
+GATE = "model.layers.1.mlp.gate"
+BAD = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config is no json": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "no tensors": (lambda f: (f / "model.safetensors").unlink(), "holds neither"),
+    "truncated": (spoil_truncate, "model.safetensors is truncated"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "not a safetensors file"),
+    "missing shard": (spoil_index, "model-00002-of-00002.safetensors"),
+    "missing tensor": (lambda f: edit_tensors(f, lm_head__weight=None), "lm_head.weight is missing"),
+    "unknown tensor": (lambda f: edit_tensors(f, foo__bar=torch.zeros(1)), "foo.bar is no tensor of this model"),
+    "wrong shape": (
+        lambda f: edit_tensors(f, lm_head__weight=torch.zeros(511, 128, dtype=torch.bfloat16)),
+        "lm_head.weight has shape [511, 128]; config.json implies [512, 128]",
+    ),
+    "wrong dtype": (lambda f: edit_tensors(f, lm_head__weight=torch.zeros(512, 128, dtype=torch.int8)), "has dtype I8"),
+    "bias cast": (
+        lambda f: edit_tensors(f, **{f"{GATE}.expert_bias": torch.zeros(16, dtype=torch.bfloat16)}),
+        f"{GATE}.expert_bias has dtype BF16, expected F32",
+    ),
+    "NaN": (lambda f: edit_tensors(f, lm_head__weight=torch.full((512, 128), float("nan"))), "lm_head.weight holds NaN"),
+    "sizes contradict": (lambda f: edit(f, intermediate_size=384), "implies [384, 128]"),
+    "size missing": (lambda f: edit(f, hidden_size=None), "has no 'hidden_size'"),
+    "size is text": (lambda f: edit(f, hidden_size="big"), "cannot be imported"),
+    "no MTP tensors": (lambda f: edit(f, num_hidden_layers=4), "model.layers.4.enorm.weight is missing"),
+    "MTP not announced": (lambda f: edit(f, num_nextn_predict_layers=0), "--mtp drop"),
+    "other model": (lambda f: edit(f, architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    "other activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act = 'gelu'"),
+    "yarn": (lambda f: edit(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling"),
+    "two thetas": (lambda f: edit(f, rope_parameters={"rope_theta": 600000.0}), "rope_theta = 10000.0 but"),
+    "no rotary key": (lambda f: edit(f, partial_rotary_factor=None), "neither partial_rotary_factor nor rotary_dim"),
+    "FP8 config, BF16 weights": (
+        lambda f: edit(f, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        "no tensor is FP8",
+    ),
+    "other quantisation": (lambda f: edit(f, quantization_config={"quant_method": "awq"}), "quantization_config has"),
+    "damaged tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sources_end_with_one_message_and_leave_nothing(
+    case: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, message = BAD[case]
+    spoil(source)
+    assert call("import", source, tmp_path / "in") == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("error: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_fp8_without_scales_or_with_bad_ones_is_refused(
+    fp8_source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "model.layers.0.attention.dense.weight"
+    shard = fp8_source / read_json(fp8_source / "model.safetensors.index.json")["weight_map"][name + SCALE]
+    tensors = load_file(shard)
+    for value, message in ((torch.zeros(1, 1), "positive finite"), (torch.zeros(2, 2), "has shape [2, 2]")):
+        save_file({**tensors, name + SCALE: value}, shard)
+        assert call("import", fp8_source, tmp_path / "in") == 2
+        assert message in capsys.readouterr().err
+    index = read_json(fp8_source / "model.safetensors.index.json")
+    del index["weight_map"][name + SCALE], tensors[name + SCALE]
+    save_file(tensors, shard)
+    (fp8_source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert call("import", fp8_source, tmp_path / "in") == 2
+    assert f"{name}{SCALE} is missing" in capsys.readouterr().err
+    edit(fp8_source, quantization_config=None)
+    assert call("import", fp8_source, tmp_path / "in") == 2
+    assert f"{name} has dtype F8_E4M3, expected BF16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_an_output_that_is_not_empty_is_left_alone(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("x")
+    assert call("import", GOLDEN, tmp_path / "in") == 0
+    assert call(command, GOLDEN if command == "import" else tmp_path / "in", tmp_path / "out") == 2
+    assert "not an empty folder" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_disk_that_fills_up_leaves_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("import", GOLDEN, tmp_path / "in") == 0
+    write, seen = TensorWriter.write, []
+
+    def failing(self: TensorWriter, name: str, value: Tensor) -> None:
+        seen.append(name)
+        if len(seen) == 50:
+            raise OSError(28, "No space left on device")
+        write(self, name, value)
+
+    monkeypatch.setattr(TensorWriter, "write", failing)
+    assert call("export", tmp_path / "in", tmp_path / "out") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("import", GOLDEN, tmp_path / "in") == 0
+    file = tmp_path / "in/__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert call("export", tmp_path / "in", tmp_path / "out") == 2
+    assert "shorter than" in capsys.readouterr().err
+    assert call("export", tmp_path / "nowhere", tmp_path / "out") == 2
+    assert "no checkpoint at" in capsys.readouterr().err
