@@ -12,8 +12,17 @@ from torch.autograd.function import FunctionCtx
 from fp8.activation import Activation, make_carrier
 from fp8.gemm import gemm_nt
 from fp8.quantize import requantize_t, transpose
+from fp8.quantized import Quantized
 from fp8.stash import Stash
 from fp8.weight import Weight
+
+
+def quantize_grad_forms(weight: Weight, dy_TF: Tensor, for_input: bool) -> tuple[Quantized | None, Quantized | None]:
+    """(dY for dgrad, dY for wgrad), in one pass where both are needed; None where the input or the weight needs no gradient."""
+    if for_input and weight.trainable:
+        return weight.quantize_grad_both(dy_TF)
+    dy_q = weight.quantize_grad(dy_TF) if for_input else None
+    return dy_q, weight.quantize_grad_t(dy_TF) if weight.trainable else None
 
 
 class _Linear(torch.autograd.Function):
@@ -33,11 +42,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         weight, x_q = ctx.weight, ctx.ticket.pop()
         dx_TD = None
-        if ctx.needs_input_grad[0] and weight.trainable:
-            dy_q, dy_t = weight.quantize_grad_both(dy_TF)
-        else:
-            dy_q = weight.quantize_grad(dy_TF) if ctx.needs_input_grad[0] else None
-            dy_t = weight.quantize_grad_t(dy_TF) if weight.trainable else None
+        dy_q, dy_t = quantize_grad_forms(weight, dy_TF, ctx.needs_input_grad[0])
         if dy_q is not None:
             dx_TD = gemm_nt(dy_q, transpose(weight.q), dtype=dy_TF.dtype)
         if dy_t is not None:

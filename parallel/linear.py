@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation
 from fp8.gemm import gemm_nt
-from fp8.linear import linear
+from fp8.linear import linear, quantize_grad_forms
 from fp8.quantize import requantize_t, transpose
 from fp8.weight import Weight
 from parallel.collectives import all_gather_rows, start_all_gather_rows
@@ -41,11 +41,11 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy_Tf: Tensor) -> tuple[Tensor | None, ...]:
         weight, axis, x_q, dx = ctx.weight, ctx.axis, ctx.ticket.pop(), None
         gathering = start_all_gather_rows(x_q, axis, KIND) if axis.sequence and weight.trainable else None
-        if ctx.needs_input_grad[0]:
-            dx_TD = gemm_nt(weight.quantize_grad(dy_Tf), transpose(weight.q), dtype=dy_Tf.dtype)
-            dx = start_sum_tokens(dx_TD, axis)
-        if weight.trainable:
-            dy_t, x_t = weight.quantize_grad_t(dy_Tf), requantize_t(gathering.wait() if gathering else x_q)
+        dy_q, dy_t = quantize_grad_forms(weight, dy_Tf, ctx.needs_input_grad[0])
+        if dy_q is not None:
+            dx = start_sum_tokens(gemm_nt(dy_q, transpose(weight.q), dtype=dy_Tf.dtype), axis)
+        if dy_t is not None:
+            x_t = requantize_t(gathering.wait() if gathering else x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
         return dx.wait() if dx else None, None, None, None, None
 
@@ -78,9 +78,8 @@ class _RowLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_Tf = gemm_nt(dy_q, transpose(weight.q), dtype=dy_tD.dtype)
         if weight.trainable:
-            # exact in BF16: an E4M3 value times a power of two
-            dy_TD = dy_q.dequantize(dy_tD.dtype) if axis.sequence else dy_tD
-            dy_t, x_t = weight.quantize_grad_t(dy_TD), requantize_t(x_q)
+            dy_t = weight.retile_grad_t(dy_q) if axis.sequence else weight.quantize_grad_t(dy_tD)
+            x_t = requantize_t(x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
         return dx_Tf, None, None, None, None
 

@@ -32,7 +32,7 @@ IDLE = [Case(1, 2, idle=True), Case(1, 4, idle=True), Case(2, 4, idle=True), Cas
 STAGED = [Case(2, 2, stage=2), Case(1, 4, stage=3), Case(2, 4, False, stage=4)]
 FP8 = [Case(*layout, recipe="block") for layout in ((1, 1), (1, 4), (2, 2), (4, 1), (4, 2, False))]
 FP8 += [Case(2, 4, recipe="block", stage=4), Case(1, 4, recipe="block", idle=True), Case(2, 2, recipe="mx")]
-SHARED_SCALES = [Case(2, 1, recipe="tensorwise_current"), Case(2, 4, recipe="tensorwise_delayed")]
+SHARED_SCALES = [Case(2, 1, recipe="tensorwise_current"), Case(2, 4, recipe="tensorwise_delayed", idle=True)]
 FP8 += SHARED_SCALES
 WIRED = [Case(2, 4, recipe="block", wires="fp8")]
 FP32 = FOUR + IDLE + STAGED

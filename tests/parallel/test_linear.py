@@ -144,6 +144,10 @@ class TestTensorParallel:
         for seen in by_rank:
             assert max(seen[tp, sequence, "block"].values()) < BLOCK_BOUND, seen[tp, sequence, "block"]
 
+    def test_rows_of_a_rank_need_not_be_a_multiple_of_128(self, by_rank: list[dict]) -> None:
+        """Nothing falls back: row tiles do not care how many rows there are."""
+        assert T // 4 % 128 and all(seen[4, True, "block", "sent"]["tp", "e4m3"] > 0 for seen in by_rank)
+
     def test_fp8_reduce_scatter_stays_within_its_bound(self, by_rank: list[dict]) -> None:
         for seen in by_rank:
             assert max(seen["fp8 reduce"].values()) < FP8_REDUCE_BOUND, seen["fp8 reduce"]
