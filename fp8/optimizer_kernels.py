@@ -10,6 +10,7 @@ The limit is arithmetic as much as memory: bits are added and compared as intege
 elements, all three states from disjoint bits of its words.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -43,11 +44,12 @@ from fp8.state_codecs import Bf16, Codec, E4M3Groups, Fp16, Fp32, State, Unsigne
 from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
-# ROWS = 4 num_warps puts 16 neighbours into each thread, whose Philox words then are where they are used.
-LAUNCH = {"num_warps": 8, "ROWS": 32}
+# ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
+LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16, "STAGES": 2}
+PREFETCH_BYTES = 8  # a block is loaded while the one before is worked on where an element's inputs have at most so many
 _SCALARS = [  # never a reason to compile anew
-    "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0", "quads_per_row", "quads_per_matrix",
-    "c1", "c2", "c3", "k0", "k1",
+    "blocks", "piece_rows", "piece_cols", "row_blocks", "col_blocks", "rb0", "cb0", "matrix0",
+    "quad0", "quads_per_row", "quads_per_matrix", "c1", "c2", "c3", "k0", "k1",
 ]  # fmt: skip
 
 
@@ -58,7 +60,7 @@ _SCALARS = [  # never a reason to compile anew
 def _update_rows(
     first, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
     quad, quads_per_row, draw, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """`ROWS` rows of a block from row `first` on: moments updated in place; returns the new master, on its grid."""
     r, c = first + tl.arange(0, ROWS), tl.arange(0, 128)
@@ -71,7 +73,7 @@ def _update_rows(
     word = 0
     if (MASTER != "fp32") | (M != "fp32") | (V != "fp32"):
         c1, c2, c3, k0, k1 = draw
-        word = row_words(quad + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, ROWS)
+        word = row_words(quad + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, ROWS, NEIGHBOURS)
     m = m + g * rest1
     v = v * beta2 + (g * g) * rest2
     x = tl.fma(quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
@@ -85,56 +87,58 @@ def _update_rows(
 @triton.jit(do_not_specialize=_SCALARS)
 def _update_blocks(
     grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
-    row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1,
-    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
+    blocks, piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
+    c1, c2, c3, k0, k1, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 block. Sizes and starts of the local matrix and of the piece within it are in blocks."""
     grad_scale = tl.load(grad_scale_ptr)
     if abs_bits(grad_scale) >= 0x7F800000:
         return
-    cb, rb, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row_block = (matrix0 + e) * row_blocks + rb0 + rb
-    block = row_block * col_blocks + cb0 + cb
-    offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
-    group = row_block * 128 * col_blocks + cb0 + cb
-    quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
-    x_scale = 1.0
-    if MASTER == "fp16":
-        x_scale = exp2(tl.load(x_scale_ptr + block))
+    for i in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+        cb, rb, e = i % piece_cols, i // piece_cols % piece_rows, (i // piece_cols // piece_rows).to(tl.int64)
+        row_block = (matrix0 + e) * row_blocks + rb0 + rb
+        block = row_block * col_blocks + cb0 + cb
+        offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
+        group = row_block * 128 * col_blocks + cb0 + cb
+        quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
+        x_scale = 1.0
+        if MASTER == "fp16":
+            x_scale = exp2(tl.load(x_scale_ptr + block))
 
-    # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
-    strips: tl.constexpr = 128 // ROWS
-    xs = ()
-    for i in tl.static_range(strips):
-        x = _update_rows(
-            i * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
-            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-            MASTER, M, V, ROWS, HARDWARE,
-        )  # fmt: skip
-        xs = xs + (x,)
-    amax = row_amax(xs[0], HARDWARE)
-    for i in tl.static_range(1, strips):
-        amax = tl.maximum(amax, row_amax(xs[i], HARDWARE))
-    amax = tl.max(amax, 0)
+        # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
+        strips: tl.constexpr = 128 // ROWS
+        xs = ()
+        for j in tl.static_range(strips):
+            x = _update_rows(
+                j * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+                quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+                MASTER, M, V, ROWS, NEIGHBOURS, HARDWARE,
+            )  # fmt: skip
+            xs = xs + (x,)
+        amax = row_amax(xs[0], HARDWARE)
+        for j in tl.static_range(1, strips):
+            amax = tl.maximum(amax, row_amax(xs[j], HARDWARE))
+        amax = tl.max(amax, 0)
 
-    multiplier, inverse = 1.0, 1.0
-    if MASTER == "fp16":
-        biased, multiplier = fp16_scale(amax)
-        inverse = exp2(biased)
-        tl.store(x_scale_ptr + block, biased.to(tl.uint8))
-    strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
-    step = ROWS * 128 * col_blocks
-    for i in tl.static_range(strips):
-        store_master(x_ptr, weight_ptr, strip + i * step, xs[i], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
-    if WEIGHT == "fp8":
-        # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
-        kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
-        multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
-        multiplier = tl.where(kept, multiplier, 0.0)
-        tl.store(weight_scale_ptr + block, inverse)
-        for i in tl.static_range(strips):
-            tl.store(weight_ptr + strip + i * step, encode_bytes(xs[i] * multiplier, HARDWARE))
+        multiplier, inverse = 1.0, 1.0
+        if MASTER == "fp16":
+            biased, multiplier = fp16_scale(amax)
+            inverse = exp2(biased)
+            tl.store(x_scale_ptr + block, biased.to(tl.uint8))
+        strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
+        step = ROWS * 128 * col_blocks
+        for j in tl.static_range(strips):
+            store_master(x_ptr, weight_ptr, strip + j * step, xs[j], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+        if WEIGHT == "fp8":
+            # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
+            kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
+            multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
+            multiplier = tl.where(kept, multiplier, 0.0)
+            tl.store(weight_scale_ptr + block, inverse)
+            for j in tl.static_range(strips):
+                tl.store(weight_ptr + strip + j * step, encode_bytes(xs[j] * multiplier, HARDWARE))
 
 
 @triton.jit
@@ -161,7 +165,7 @@ def _update_elements(
         tl.store(weight_ptr + i, round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True), mask=ok)
 
 
-@triton.jit(do_not_specialize=_SCALARS)
+@triton.jit(do_not_specialize=_SCALARS[3:])
 def _add_stochastic(
     total_ptr, x_ptr, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1
 ):
@@ -172,7 +176,7 @@ def _add_stochastic(
     offset = row_block * col_blocks * 16384 + (strip * 32).to(tl.int64) * (col_blocks * 128) + (cb0 + cb) * 128
     offset += r[:, None] * (col_blocks * 128) + c[None, :]
     first = quad0 + e * quads_per_matrix + (strip * 32).to(tl.int64) * quads_per_row + cb * 32
-    word = row_words(first + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, 32)
+    word = row_words(first + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, 32, 16)
     total = tl.load(total_ptr + offset).to(tl.float32) + tl.load(x_ptr + offset).to(tl.float32)
     bits = (total.to(tl.int32, bitcast=True) + ((word >> 16) & 0xFFFF)) >> 16
     tl.store(total_ptr + offset, bits.to(tl.int16).to(tl.bfloat16, bitcast=True))
@@ -255,11 +259,21 @@ def _launch_blocks(
     weight_scale = data if weight.scale_inv is None else weight.scale_inv
     codes = data.view(torch.uint8) if data.element_size() == 1 else data
     formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
-    for grid, place in _places(weight):
-        _update_blocks[grid](
-            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale, *place,
-            *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **LAUNCH,
+    launch = dict(LAUNCH)
+    if sum(t.element_size() for t in (grad, x, m, v)) > PREFETCH_BYTES:
+        launch["STAGES"] = 1
+    for (cols, rows, matrices), place in _places(weight):
+        blocks = cols * rows * matrices
+        programs = blocks if launch["STAGES"] == 1 else min(blocks, _num_sms(data.device))
+        _update_blocks[(programs,)](
+            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale, blocks, rows, cols, *place,
+            *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **launch,
         )  # fmt: skip
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _places(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...]]]:

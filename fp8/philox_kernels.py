@@ -44,20 +44,26 @@ def quad_words(quad, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def row_words(quad, c1, c2, c3, k0, k1, ROWS: tl.constexpr):
+def row_words(quad, c1, c2, c3, k0, k1, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """Words of `ROWS` x 128 elements as int32; quad: int64 [ROWS, 1], the first quad of each row.
 
-    A thread works out sixteen neighbours: the layout in which a row of 16-byte accesses is loaded, so nothing has to move.
+    A thread works out 16 or 8 neighbours: the layout in which wide accesses load a row, so nothing has to move.
     """
-    first = quad + 4 * tl.arange(0, 8)[None, :]
-    a0, a1, a2, a3 = quad_words(first, c1, c2, c3, k0, k1)
-    b0, b1, b2, b3 = quad_words(first + 1, c1, c2, c3, k0, k1)
-    d0, d1, d2, d3 = quad_words(first + 2, c1, c2, c3, k0, k1)
-    e0, e1, e2, e3 = quad_words(first + 3, c1, c2, c3, k0, k1)
-    w0 = tl.join(tl.join(a0, d0), tl.join(b0, e0))
-    w1 = tl.join(tl.join(a1, d1), tl.join(b1, e1))
-    w2 = tl.join(tl.join(a2, d2), tl.join(b2, e2))
-    w3 = tl.join(tl.join(a3, d3), tl.join(b3, e3))
+    if NEIGHBOURS == 16:
+        first = quad + 4 * tl.arange(0, 8)[None, :]
+        a0, a1, a2, a3 = quad_words(first, c1, c2, c3, k0, k1)
+        b0, b1, b2, b3 = quad_words(first + 1, c1, c2, c3, k0, k1)
+        d0, d1, d2, d3 = quad_words(first + 2, c1, c2, c3, k0, k1)
+        e0, e1, e2, e3 = quad_words(first + 3, c1, c2, c3, k0, k1)
+        w0 = tl.join(tl.join(a0, d0), tl.join(b0, e0))
+        w1 = tl.join(tl.join(a1, d1), tl.join(b1, e1))
+        w2 = tl.join(tl.join(a2, d2), tl.join(b2, e2))
+        w3 = tl.join(tl.join(a3, d3), tl.join(b3, e3))
+    else:
+        first = quad + 2 * tl.arange(0, 16)[None, :]
+        a0, a1, a2, a3 = quad_words(first, c1, c2, c3, k0, k1)
+        b0, b1, b2, b3 = quad_words(first + 1, c1, c2, c3, k0, k1)
+        w0, w1, w2, w3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(words, [ROWS, 128]).to(tl.int32, bitcast=True)
 
