@@ -98,9 +98,10 @@ def pack(q: Quantized, index_M: Tensor | None, extra_MX: Tensor | None) -> Tenso
     data = q.data.contiguous().view(torch.uint8).view(torch.int32)
     extra = data if extra_MX is None else extra_MX.contiguous().view(torch.int32)
     words, length, extra_words = form.data_bytes // 4, form.row_bytes // 4, form.extra // 4
+    index, si = data if index_M is None else index_M, q.scale_inv.t().contiguous() if form.num_scales else data
     _pack[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
-        data, q.scale_inv.t().contiguous() if form.num_scales else data, data if index_M is None else index_M, extra, out.view(torch.int32),
-        q.shape[0], rows, DATA=words, EXTRA=extra_words, SCALES=form.num_scales, LENGTH=length, EXTRA_2=_power(extra_words),
+        data, si, index, extra, out.view(torch.int32), q.shape[0], rows,
+        DATA=words, EXTRA=extra_words, SCALES=form.num_scales, LENGTH=length, EXTRA_2=_power(extra_words),
         TAIL_2=_power(length - words - extra_words), INDEXED=index_M is not None, ROWS=ROWS, WORDS=WORDS, num_warps=4,
     )  # fmt: skip
     return out
