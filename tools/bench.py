@@ -11,6 +11,8 @@ COMMANDS = {
     "fused": ("tools.bench_fused", "memory-bound kernels around the GEMMs, as a share of the copy rate"),
     "layer": ("tools.bench_layer", "attention, dense block, MoE block, whole layer, head: FP8 against BF16"),
     "step": ("tools.bench_step", "whole optimizer steps by phase: FP8 against BF16"),
+    "optimizer": ("tools.bench_optimizer", "optimizer step and gradient norm, as a share of the copy rate"),
+    "states": ("tools.bench_states", "how well stored Adam moments follow exact ones"),
     "comm": ("tools.bench_comm", "what travels between ranks: bytes, casts, and time on a wire"),
     "kernels": ("tools.bench_kernels", "expert GEMMs and quantise kernels of fp8/ on one GPU"),
 }
