@@ -82,6 +82,7 @@ def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
     with torch.device("meta"):
         model = Transformer(config, recipe, layout.mesh())
     found = {f"{kind} {what}": 0 for kind in ("dense", "expert") for what in ("parameters", "weights", "gradients", "states")}
+    found["dense replicated"] = 0
     for _, weight in weights(model):
         kind = "expert" if weight.expert else "dense"
         held = {
@@ -89,6 +90,7 @@ def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
         }
         parts = [t for codec in held.values() for t in new_state(codec, weight.data.shape, weight.data.device).values()]
         found[f"{kind} parameters"] += weight.numel
+        found["dense replicated"] += weight.numel * weight.tp_partial
         found[f"{kind} weights"] += weight.q.nbytes
         low = weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight is not model.embedding
         found[f"{kind} gradients"] += weight.numel * (gradients if low else torch.float32).itemsize
@@ -230,6 +232,6 @@ def memory(
 
 
 def local_parameters(c: ModelConfig, recipe: Recipe, states: States, layout: Layout) -> dict[str, int]:
-    """Parameters that one rank holds: {"dense": n, "experts": n}."""
+    """Parameters that one rank holds: "dense", "experts"; and "replicated", those dense ones that tp does not split."""
     found = static(c, recipe, states, layout.tp, layout.ep)
-    return {"dense": found["dense parameters"], "experts": found["expert parameters"]}
+    return {"dense": found["dense parameters"], "experts": found["expert parameters"], "replicated": found["dense replicated"]}

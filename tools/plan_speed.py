@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fp8.recipe import BF16 as _BF16
+import torch
+
 from fp8.recipe import Recipe
 from model.config import ModelConfig
 from tools.plan_memory import Bytes, Layout, expert_rows
@@ -88,26 +89,35 @@ def _matrix_parameters(c: ModelConfig, tp: int) -> tuple[float, float, float]:
 
 
 def sent_bytes(
-    c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, micro_batches: int, local: dict[str, int]
+    c: ModelConfig,
+    recipe: Recipe,
+    layout: Layout,
+    seq_len: int,
+    micro_batches: int,
+    local: dict[str, int],
+    hidden: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
-    """Bytes that one rank sends in a step, by kind. `local`: parameters this rank holds, {"dense": n, "experts": n}."""
-    b, tp, ep = Bytes(recipe, _BF16), layout.tp, layout.ep
+    """Bytes that one rank sends in a step, by kind. `local`: see `local_parameters`."""
+    b, tp, ep = Bytes(recipe, hidden), layout.tp, layout.ep
     whole = layout.micro_batch * seq_len
     t, D, k = whole // tp, c.hidden_size, c.num_experts_per_tok
     moe = c.num_hidden_layers - c.first_k_dense_replace + c.num_nextn_predict_layers
     layers = c.num_hidden_layers + c.num_nextn_predict_layers
     remote = ep * (1 - (1 - 1 / ep) ** k) * (ep - 1) / ep  # ranks that a token visits, its own apart
     trips = 2 + (layout.stage >= 2)  # x, dY, and x again
+    heads = 1 + c.num_nextn_predict_layers
+    # a block: x, dY and x again gathered, output and dX reduced; embedding both ways, the head's x gathered and its dX reduced
+    tp_row = layers * 2 * (3 * b.activation + 2 * b.hidden) + heads * (3 * b.hidden + b.activation)
     found = {
         "dispatch": micro_batches * moe * t * remote * D * b.activation * trips,
-        "combine": micro_batches * moe * t * remote * D * 2 * 2,
-        "tp": micro_batches * layers * 2 * whole * D * (3 * b.activation + 2 * 2) * (tp - 1) / tp,
+        "combine": micro_batches * moe * t * remote * D * 2 * b.hidden,
+        "tp": micro_batches * whole * D * tp_row * (tp - 1) / tp,
     }
     dp, edp = layout.dp, layout.edp
-    for name, ranks in (("dense", dp), ("experts", edp)):
-        share = (ranks - 1) / ranks
-        each = 4 + b.activation if layout.sharded_states else 2 * 4  # reduce-scatter + gather of weights; or all-reduce
-        found[f"gradients {name}"] = local[name] * each * share
+    each = 4 + b.activation if layout.sharded_states else 2 * 4  # reduce-scatter and gather of weights; or all-reduce
+    split = local["dense"] - local["replicated"]
+    found["gradients dense"] = each * split * (dp - 1) / dp + 2 * 4 * local["replicated"] * (layout.world - 1) / layout.world
+    found["gradients experts"] = each * local["experts"] * (edp - 1) / edp
     return found
 
 
@@ -122,7 +132,7 @@ def speed(
     state_bytes: float,
 ) -> Speed:
     """Time of one step; `state_bytes` is what optimizer states take on this rank."""
-    b = Bytes(recipe, _BF16)
+    b = Bytes(recipe, torch.bfloat16)
     micro_batches = max(global_batch // (layout.micro_batch * layout.dp), 1)
     whole = layout.micro_batch * seq_len
     t, D, f = whole // layout.tp, c.hidden_size, c.moe_intermediate_size

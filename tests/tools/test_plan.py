@@ -13,12 +13,15 @@ from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.config import ModelConfig
 from model.loss import count_valid
-from model.transformer import Transformer
+from model.transformer import Transformer, initial_values
+from parallel.grad_reduce import GradReducer
+from parallel.mesh import build_mesh
+from tests.helpers import run_ranks
 from tests.model.tiny import CONFIG, batch, build, optimizer_of
 from tools import plan
 from tools.plan import layouts, make_plan, round_batch, search
 from tools.plan_memory import Layout, kept, local_parameters, memory, static
-from tools.plan_speed import GPUS
+from tools.plan_speed import GPUS, sent_bytes
 from training.config import Config, load_config
 from training.errors import exit_status
 
@@ -141,10 +144,48 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("layers", "micro_batch", "stage"), [(3, 8, 0), (4, 4, 2), (3, 8, 3)])
-def test_forecast_matches_the_allocator_within_7_percent(layers: int, micro_batch: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_forecast_matches_the_allocator_within_7_percent(stage: int) -> None:
     from tools.plan_check import compare
 
-    config = ModelConfig(num_hidden_layers=layers, num_experts=64, num_nextn_predict_layers=1)
-    result = compare(config, Recipe.block(), FP32, 4096, micro_batch, stage)
+    config = replace(
+        CONFIG, vocab_size=32768, hidden_size=1024, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=128, intermediate_size=3072, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, loss_chunk=2048,
+    )  # fmt: skip
+    needed = memory(config, Recipe.block(), FP32, Layout(stage=stage, micro_batch=4), 4096).peak
+    if torch.cuda.mem_get_info()[0] < 1.5 * needed:
+        pytest.skip("other processes hold this GPU's memory")
+    result = compare(config, Recipe.block(), FP32, 4096, 4, stage)
     assert abs(result.error) < 0.07, "\n".join(result.lines())
+
+
+def _sent(rank: int, size: int, tp: int, ep: int) -> dict[str, int]:
+    """What one rank sends in a step of two micro-batches, by kind."""
+    config = replace(CONFIG, num_experts_per_tok=4, topk_group=4, moe_intermediate_size=256)
+    mesh = build_mesh(tp, ep, "cpu")
+    model = Transformer(config, Recipe.block(), mesh, torch.float32).train()
+    for _, weight, value in initial_values(model, 0):
+        weight.set_(value)
+    reducer = GradReducer(weights(model), mesh)
+    mesh.traffic.reset()
+    for part in range(2):
+        for _, weight in weights(model):
+            weight.last_microbatch = part == 1
+        tokens, labels = batch(2, SEQ, seed=10 * part + mesh.dp.rank)
+        model(tokens, labels, count_valid(tokens, labels)).total.backward()
+    reducer.finish()
+    return mesh.traffic.by_kind()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("tp", "ep"), [(1, 2), (2, 2)])
+def test_bytes_on_the_wire_are_what_ranks_send(tp: int, ep: int) -> None:
+    """Against the collectives' own count, averaged over ranks; hidden states are FP32 here."""
+    config = replace(CONFIG, num_experts_per_tok=4, topk_group=4, moe_intermediate_size=256)
+    layout, counts = Layout(2, tp, ep, micro_batch=2), run_ranks(2, _sent, tp, ep)
+    local = local_parameters(config, Recipe.block(), FP32, layout)
+    forecast = sent_bytes(config, Recipe.block(), layout, SEQ, 2, local, torch.float32)
+    forecast["gradients"] = forecast.pop("gradients dense") + forecast.pop("gradients experts")
+    for kind, value in forecast.items():
+        measured = sum(c.get(kind, 0) for c in counts) / len(counts)
+        assert value == pytest.approx(measured, rel=0.15), kind
