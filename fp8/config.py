@@ -16,7 +16,7 @@ Format = Literal["e4m3", "e5m2"]
 class AutoConfig:
     """`auto`: when it measures and what it allows (fp8/auto.py)."""
 
-    every: int = 200  # steps between measurements; the first is at the first step
+    every: int = 200  # steps between measurements, from the first step on; and at steps 10, 30 and 100
     max_error: float = 0.045  # relative L2 error of a GEMM's output; a healthy E4M3 product has about 0.037
     max_underflow: float = 0.01  # share of non-zero elements that become zero
     hysteresis: float = 0.1  # a cheaper choice has to stay this share below the limits

@@ -139,6 +139,16 @@ def test_starts_in_bf16_measures_at_once_and_every_n_steps() -> None:
     assert model.weight.observer is None
 
 
+def test_measures_more_often_at_the_start() -> None:
+    model, _ = toy()
+    auto, steps = AutoFP8(model, AutoConfig(every=200)), []
+    for step in range(1, 402):
+        auto.begin(step)
+        steps += [step] if model.weight.observer is not None else []
+        auto.end()
+    assert steps == [1, 10, 30, 100, 201, 401]
+
+
 def test_the_log_says_what_and_why() -> None:
     model, _ = toy()
     auto = AutoFP8(model, CONFIG)
