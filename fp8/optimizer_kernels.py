@@ -84,6 +84,59 @@ def _update_rows(
     return x
 
 
+@triton.jit
+def _update_block(
+    i, grad_ptr, grad_scale, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
+    piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, draw,
+    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Block `i` of the piece. Sizes and starts of the local matrix and of the piece within it are in blocks."""
+    cb, rb, e = i % piece_cols, i // piece_cols % piece_rows, (i // piece_cols // piece_rows).to(tl.int64)
+    row_block = (matrix0 + e) * row_blocks + rb0 + rb
+    block = row_block * col_blocks + cb0 + cb
+    offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
+    group = row_block * 128 * col_blocks + cb0 + cb
+    quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
+    x_scale = 1.0
+    if MASTER == "fp16":
+        x_scale = exp2(tl.load(x_scale_ptr + block))
+
+    # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
+    strips: tl.constexpr = 128 // ROWS
+    xs = ()
+    for j in tl.static_range(strips):
+        x = _update_rows(
+            j * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
+            quad, quads_per_row, draw, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            MASTER, M, V, ROWS, NEIGHBOURS, HARDWARE,
+        )  # fmt: skip
+        xs = xs + (x,)
+    amax = row_amax(xs[0], HARDWARE)
+    for j in tl.static_range(1, strips):
+        amax = tl.maximum(amax, row_amax(xs[j], HARDWARE))
+    amax = tl.max(amax, 0)
+
+    multiplier, inverse = 1.0, 1.0
+    if MASTER == "fp16":
+        biased, multiplier = fp16_scale(amax)
+        inverse = exp2(biased)
+        tl.store(x_scale_ptr + block, biased.to(tl.uint8))
+    strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
+    step = ROWS * 128 * col_blocks
+    for j in tl.static_range(strips):
+        store_master(x_ptr, weight_ptr, strip + j * step, xs[j], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
+    if WEIGHT == "fp8":
+        # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
+        kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
+        multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
+        multiplier = tl.where(kept, multiplier, 0.0)
+        tl.store(weight_scale_ptr + block, inverse)
+        for j in tl.static_range(strips):
+            tl.store(weight_ptr + strip + j * step, encode_bytes(xs[j] * multiplier, HARDWARE))
+
+
 @triton.jit(do_not_specialize=_SCALARS)
 def _update_blocks(
     grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
@@ -92,53 +145,27 @@ def _update_blocks(
     MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One 128x128 block. Sizes and starts of the local matrix and of the piece within it are in blocks."""
+    """A program a block (STAGES 1), or a program a multiprocessor that loads its next block while it works on this one."""
     grad_scale = tl.load(grad_scale_ptr)
     if abs_bits(grad_scale) >= 0x7F800000:
         return
-    for i in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-        cb, rb, e = i % piece_cols, i // piece_cols % piece_rows, (i // piece_cols // piece_rows).to(tl.int64)
-        row_block = (matrix0 + e) * row_blocks + rb0 + rb
-        block = row_block * col_blocks + cb0 + cb
-        offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
-        group = row_block * 128 * col_blocks + cb0 + cb
-        quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
-        x_scale = 1.0
-        if MASTER == "fp16":
-            x_scale = exp2(tl.load(x_scale_ptr + block))
-
-        # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
-        strips: tl.constexpr = 128 // ROWS
-        xs = ()
-        for j in tl.static_range(strips):
-            x = _update_rows(
-                j * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
-                quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-                MASTER, M, V, ROWS, NEIGHBOURS, HARDWARE,
+    if STAGES == 1:
+        _update_block(
+            tl.program_id(0),
+            grad_ptr, grad_scale, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
+            piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
+            (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            MASTER, M, V, WEIGHT, ROWS, NEIGHBOURS, HARDWARE,
+        )  # fmt: skip
+    else:
+        for i in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+            _update_block(
+                i,
+                grad_ptr, grad_scale, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
+                piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
+                (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+                MASTER, M, V, WEIGHT, ROWS, NEIGHBOURS, HARDWARE,
             )  # fmt: skip
-            xs = xs + (x,)
-        amax = row_amax(xs[0], HARDWARE)
-        for j in tl.static_range(1, strips):
-            amax = tl.maximum(amax, row_amax(xs[j], HARDWARE))
-        amax = tl.max(amax, 0)
-
-        multiplier, inverse = 1.0, 1.0
-        if MASTER == "fp16":
-            biased, multiplier = fp16_scale(amax)
-            inverse = exp2(biased)
-            tl.store(x_scale_ptr + block, biased.to(tl.uint8))
-        strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
-        step = ROWS * 128 * col_blocks
-        for j in tl.static_range(strips):
-            store_master(x_ptr, weight_ptr, strip + j * step, xs[j], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
-        if WEIGHT == "fp8":
-            # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
-            kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
-            multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
-            multiplier = tl.where(kept, multiplier, 0.0)
-            tl.store(weight_scale_ptr + block, inverse)
-            for j in tl.static_range(strips):
-                tl.store(weight_ptr + strip + j * step, encode_bytes(xs[j] * multiplier, HARDWARE))
 
 
 @triton.jit

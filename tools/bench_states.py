@@ -1,7 +1,7 @@
 """How well each stored v follows the exact one, on a CPU: `python -m tools.bench states` (2 minutes).
 
 Groups of 128 gradients, each with its own deviation (lognormal), 2000 steps, then 2000 more with gradients ten times smaller:
-the decay that rounding to nearest cannot follow. A row gives stored v / exact v: 5th percentile, median, 95th percentile at both ends.
+the decay that rounding to nearest cannot follow. A row has stored v / exact v: percentiles 5, 50 and 95 at both ends.
 """
 
 from __future__ import annotations
