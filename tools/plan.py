@@ -16,7 +16,7 @@ from fp8.recipe import FORMATS, Recipe
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from parallel.mesh import check_layout
 from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
-from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, speed
+from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, Wires, speed
 from training.config import Config, load_config
 from training.errors import UserError, exit_status
 from training.states import gradient_format, optimizer_states
@@ -55,7 +55,8 @@ def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: 
     held = memory(config.model, recipe, states, layout, config.data.seq_len, gradients=gradients)
     local = local_parameters(config.model, recipe, states, layout)
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
-    needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"])
+    wires = Wires(config.parallel.tp_wire, config.parallel.combine_wire, config.parallel.grad_wire)
+    needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"], wires)
     return Plan(layout, states, held, needed)
 
 

@@ -7,11 +7,12 @@ expected   plus the memory traffic of norms, quantisation, permutation and SwiGL
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
-from fp8.recipe import Recipe
+from fp8.recipe import FORMATS, Recipe
 from model.config import ModelConfig
 from tools.plan_memory import Bytes, Layout, expert_rows
 
@@ -88,6 +89,32 @@ def _matrix_parameters(c: ModelConfig, tp: int) -> tuple[float, float, float]:
     return linears / tp, heads / tp, 3 * c.hidden_size * c.moe_intermediate_size
 
 
+@dataclass(frozen=True)
+class Wires:
+    """How sums travel (parallel.tp_wire, combine_wire, grad_wire)."""
+
+    tp: str = "bf16"
+    combine: str = "bf16"
+    gradients: str = "fp32"
+
+
+def ranks_visited(c: ModelConfig, ep: int) -> float:
+    """Expected number of ranks, its own apart, that own one of a token's experts.
+
+    Choices are taken as even within the `topk_group` chosen groups; a rank owns several groups, or a part of one.
+    """
+    groups, chosen, k = c.n_group, c.topk_group, c.num_experts_per_tok
+    if ep > groups:
+        visited = chosen / groups * (1 - (1 - groups / (ep * chosen)) ** k)
+    else:
+        own = groups // ep
+        odds = [
+            math.comb(own, j) * math.comb(groups - own, chosen - j) / math.comb(groups, chosen) for j in range(min(own, chosen) + 1)
+        ]
+        visited = sum(p * (1 - (1 - j / chosen) ** k) for j, p in enumerate(odds))
+    return visited * (ep - 1)
+
+
 def sent_bytes(
     c: ModelConfig,
     recipe: Recipe,
@@ -96,27 +123,30 @@ def sent_bytes(
     micro_batches: int,
     local: dict[str, int],
     hidden: torch.dtype = torch.bfloat16,
+    wires: Wires | None = None,
 ) -> dict[str, float]:
     """Bytes that one rank sends in a step, by kind. `local`: see `local_parameters`."""
-    b, tp, ep = Bytes(recipe, hidden), layout.tp, layout.ep
+    b, tp, ep, wires = Bytes(recipe, hidden), layout.tp, layout.ep, wires or Wires()
+    back, up = (b.activation if wire == "fp8" else b.hidden for wire in (wires.combine, wires.tp))
     whole = layout.micro_batch * seq_len
-    t, D, k = whole // tp, c.hidden_size, c.num_experts_per_tok
+    t, D = whole // tp, c.hidden_size
     moe = c.num_hidden_layers - c.first_k_dense_replace + c.num_nextn_predict_layers
     layers = c.num_hidden_layers + c.num_nextn_predict_layers
-    remote = ep * (1 - (1 - 1 / ep) ** k) * (ep - 1) / ep  # ranks that a token visits, its own apart
+    remote = ranks_visited(c, ep)
     trips = 2 + (layout.stage >= 2)  # x, dY, and x again
     heads = 1 + c.num_nextn_predict_layers
     # a block: x, dY and x again gathered, output and dX reduced; embedding both ways, the head's x gathered and its dX reduced
-    tp_row = layers * 2 * (3 * b.activation + 2 * b.hidden) + heads * (3 * b.hidden + b.activation)
+    tp_row = layers * 2 * (3 * b.activation + 2 * up) + heads * (3 * b.hidden + b.activation)
     found = {
         "dispatch": micro_batches * moe * t * remote * D * b.activation * trips,
-        "combine": micro_batches * moe * t * remote * D * 2 * b.hidden,
+        "combine": micro_batches * moe * t * remote * D * 2 * back,
         "tp": micro_batches * whole * D * tp_row * (tp - 1) / tp,
     }
     dp, edp = layout.dp, layout.edp
-    each = 4 + b.activation if layout.sharded_states else 2 * 4  # reduce-scatter and gather of weights; or all-reduce
+    wide = FORMATS[wires.gradients].itemsize
+    each = wide + b.activation if layout.sharded_states else 2 * wide  # reduce-scatter and gather of weights; or all-reduce
     split = local["dense"] - local["replicated"]
-    found["gradients dense"] = each * split * (dp - 1) / dp + 2 * 4 * local["replicated"] * (layout.world - 1) / layout.world
+    found["gradients dense"] = each * split * (dp - 1) / dp + 2 * wide * local["replicated"] * (layout.world - 1) / layout.world
     found["gradients experts"] = each * local["experts"] * (edp - 1) / edp
     return found
 
@@ -130,6 +160,7 @@ def speed(
     gpu: Gpu,
     local: dict[str, int],
     state_bytes: float,
+    wires: Wires | None = None,
 ) -> Speed:
     """Time of one step; `state_bytes` is what optimizer states take on this rank."""
     b = Bytes(recipe, torch.bfloat16)
@@ -156,7 +187,7 @@ def speed(
     element = (t * token_bytes + rows * moe * slot_bytes) * 2.5 / traffic
     again = {0: 0.0, 1: 0.05, 2: 0.1, 3: 0.25, 4: 1.0}[layout.stage] * (gemms + experts + attention + element) / 3.2
 
-    sent = sent_bytes(c, recipe, layout, seq_len, micro_batches, local)
+    sent = sent_bytes(c, recipe, layout, seq_len, micro_batches, local, wires=wires)
     exposed = link_seconds(sent["dispatch"] + sent["combine"], layout.ep, 1, gpu) * EXPOSED
     exposed += link_seconds(sent["tp"], layout.tp, 1, gpu) * 0.7
     reduce = link_seconds(sent["gradients dense"], layout.dp, layout.tp, gpu)

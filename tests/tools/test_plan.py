@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8.optimizer import AdamW, States
 from fp8.recipe import Recipe
+from fp8.route import select_experts
 from fp8.weight import weights
 from model.config import ModelConfig
 from model.loss import count_valid
@@ -21,7 +22,7 @@ from tests.model.tiny import CONFIG, batch, build, optimizer_of
 from tools import plan
 from tools.plan import layouts, make_plan, round_batch, search
 from tools.plan_memory import Layout, kept, local_parameters, memory, static
-from tools.plan_speed import GPUS, sent_bytes
+from tools.plan_speed import GPUS, ranks_visited, sent_bytes
 from training.config import Config, load_config
 from training.errors import exit_status
 
@@ -157,6 +158,18 @@ def test_forecast_matches_the_allocator_within_7_percent(stage: int) -> None:
         pytest.skip("other processes hold this GPU's memory")
     result = compare(config, Recipe.block(), FP32, 4096, 4, stage)
     assert abs(result.error) < 0.07, "\n".join(result.lines())
+
+
+def test_ranks_that_a_token_visits_are_those_that_routing_visits() -> None:
+    """Random scores through the router's own choice."""
+    c = ModelConfig()
+    scores = torch.sigmoid(torch.randn(2000, c.num_experts, generator=torch.Generator().manual_seed(0)))
+    ids = select_experts(scores, c.n_group, c.topk_group, c.num_experts_per_tok)
+    for ep in (2, 4, 8, 16):
+        owner = ids // (c.num_experts // ep)
+        visited = torch.zeros(len(ids), ep).scatter_(1, owner, 1.0).sum(1).mean() * (ep - 1) / ep
+        assert ranks_visited(c, ep) == pytest.approx(float(visited), rel=0.12)
+    assert ranks_visited(c, 1) == 0
 
 
 def _sent(rank: int, size: int, tp: int, ep: int) -> dict[str, int]:
