@@ -92,7 +92,7 @@ def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
         found[f"{kind} parameters"] += weight.numel
         found["dense replicated"] += weight.numel * weight.tp_partial
         found[f"{kind} weights"] += weight.q.nbytes
-        low = weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight is not model.embedding
+        low = weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight not in (model.embedding, model.head)
         found[f"{kind} gradients"] += weight.numel * (gradients if low else torch.float32).itemsize
         found[f"{kind} states"] += sum(t.nbytes for t in parts)
     return found

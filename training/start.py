@@ -46,10 +46,11 @@ def set_starting_values(
 def set_gradient_format(model: Transformer, fmt: str) -> None:
     """What gradients of matrices accumulate in; before the first backward and before a GradReducer is built.
 
-    The embedding stays in FP32: a frequent token's row is a sum of thousands of terms. So do FP32 weights (norms, router).
+    Embedding and head stay in FP32: one adds a term for each token, the other one for each chunk of the loss, within a use. So
+    do FP32 weights (norms, router).
     """
     for _, weight in weights(model):
-        if weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight is not model.embedding:
+        if weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight not in (model.embedding, model.head):
             weight.grad_dtype = FORMATS[fmt]
 
 
