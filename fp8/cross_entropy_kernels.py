@@ -8,17 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.device_math import load_bf16x4, store_columns, store_rows
+from fp8.device_math import exp2, load_bf16x4, store_columns, store_rows
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 STATISTICS_COLS, STATISTICS_WARPS = 2048, 8
 GRADIENT_WARPS = 8
+LOG2_E = tl.constexpr(1.4426950408889634)
 NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
 
 
 @triton.jit
-def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols, COLS: tl.constexpr):
+def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols, COLS: tl.constexpr, HARDWARE: tl.constexpr):
     """Of one row: max, sum of exp(x - max), and the logit at `label` (0 where it is negative). One read."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * cols
@@ -31,9 +32,10 @@ def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols,
         x2 = tl.load(x_ptr + col + 2 * COLS, mask=col + 2 * COLS < cols, other=float("-inf")).to(tl.float32)
         x3 = tl.load(x_ptr + col + 3 * COLS, mask=col + 3 * COLS < cols, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(tl.maximum(peak, tl.maximum(x0, x1)), tl.maximum(x2, x3))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        total *= tl.exp(peak - base)
-        total += (tl.exp(x0 - base) + tl.exp(x1 - base)) + (tl.exp(x2 - base) + tl.exp(x3 - base))
+        base = tl.where(higher == float("-inf"), 0.0, higher * LOG2_E)
+        total *= exp2(peak * LOG2_E - base, HARDWARE)
+        total += exp2(x0 * LOG2_E - base, HARDWARE) + exp2(x1 * LOG2_E - base, HARDWARE)
+        total += exp2(x2 * LOG2_E - base, HARDWARE) + exp2(x3 * LOG2_E - base, HARDWARE)
         peak = higher
     top = tl.max(peak, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -45,19 +47,21 @@ def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols,
 
 
 @triton.jit
-def _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, words_ok):
+def _gradient_row(
+    x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, words_ok, HARDWARE: tl.constexpr
+):
     """dlogits of four neighbouring columns (one word) of 32 rows x 32 words, FP32."""
     row_ok = row < rows
     x0, x1, x2, x3 = load_bf16x4(
         x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row_ok[:, None] & words_ok[None, :]
     )
-    lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
+    base = (tl.load(lse_ptr + row, mask=row_ok, other=0.0) * LOG2_E)[:, None]
     factor = (tl.load(factor_ptr + row, mask=row_ok, other=0.0) * scale)[:, None]
-    label = tl.load(label_ptr + row, mask=row_ok, other=-1)[:, None] - 4 * word[None, :]
-    x0 = tl.exp(x0 - lse) * factor - tl.where(label == 0, scale, 0.0)
-    x1 = tl.exp(x1 - lse) * factor - tl.where(label == 1, scale, 0.0)
-    x2 = tl.exp(x2 - lse) * factor - tl.where(label == 2, scale, 0.0)
-    x3 = tl.exp(x3 - lse) * factor - tl.where(label == 3, scale, 0.0)
+    label = tl.load(label_ptr + row, mask=row_ok, other=-1).to(tl.int32)[:, None] - 4 * word[None, :]
+    x0 = exp2(x0 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 0, scale, 0.0)
+    x1 = exp2(x1 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 1, scale, 0.0)
+    x2 = exp2(x2 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 2, scale, 0.0)
+    x3 = exp2(x3 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 3, scale, 0.0)
     return x0, x1, x2, x3
 
 
@@ -76,10 +80,10 @@ def _softmax_gradient(
     ok = word < words
     row = rb * 128 + 4 * tl.arange(0, 32)
     scale = tl.load(scale_ptr)
-    a0, a1, a2, a3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, ok)
-    b0, b1, b2, b3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 1, rows, words, word, ok)
-    c0, c1, c2, c3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 2, rows, words, word, ok)
-    d0, d1, d2, d3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 3, rows, words, word, ok)
+    a0, a1, a2, a3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, ok, HARDWARE)
+    b0, b1, b2, b3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 1, rows, words, word, ok, HARDWARE)
+    c0, c1, c2, c3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 2, rows, words, word, ok, HARDWARE)
+    d0, d1, d2, d3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 3, rows, words, word, ok, HARDWARE)
     store_rows(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, words, word, ok, rows,
                a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
     store_columns(qt_ptr, sit_ptr + rb.to(tl.int64) * cols, cb * 128, rb, cols, words_per_row_t,
@@ -107,7 +111,7 @@ def statistics(logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tens
     peak, total, picked = torch.empty((3, rows), dtype=torch.float32, device=logits_CV.device)
     _softmax_statistics[(rows,)](
         logits_CV, label_C, peak, total, picked, cols,
-        COLS=min(STATISTICS_COLS, triton.next_power_of_2(cols)), num_warps=STATISTICS_WARPS,
+        COLS=min(STATISTICS_COLS, triton.next_power_of_2(cols)), HARDWARE=not INTERPRETED, num_warps=STATISTICS_WARPS,
     )  # fmt: skip
     return peak, total, picked
 

@@ -35,8 +35,11 @@ def _gather_rows(
     source = index // K
     word = wb * WORDS + tl.arange(0, WORDS)
     word_ok = (word < words)[None, :]
-    x = tl.load(x_ptr + source.to(tl.int64)[:, None] * words + word[None, :], mask=(index >= 0)[:, None] & word_ok, other=0)
-    tl.store(y_ptr + row.to(tl.int64)[:, None] * words + word[None, :], x, mask=row_ok[:, None] & word_ok)
+    # x is read K times and should stay in L2; what is written would push it out
+    at = x_ptr + source.to(tl.int64)[:, None] * words + word[None, :]
+    x = tl.load(at, mask=(index >= 0)[:, None] & word_ok, other=0, eviction_policy="evict_last")
+    at = y_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
+    tl.store(at, x, mask=row_ok[:, None] & word_ok, eviction_policy="evict_first")
     if SCALES > 0:
         if wb == 0:
             block = tl.arange(0, SCALES).to(tl.int64)

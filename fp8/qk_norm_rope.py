@@ -36,13 +36,12 @@ def qk_norm_rope_ref(
 
 
 def _kernels(qkv: Tensor, rope: tuple[Tensor, Tensor]) -> ModuleType | None:
-    """The Triton kernels on a GPU (head dimension a power of two), None for the reference."""
-    d = qkv.shape[-1]
-    if not qkv.is_cuda or d & (d - 1) or rope[0].shape[-1] % 2:
+    """The Triton kernels on a GPU (heads made of powers of two), None for the reference."""
+    if not qkv.is_cuda:
         return None
     from fp8 import qk_norm_rope_kernels  # Triton comes with CUDA builds of torch only
 
-    return qk_norm_rope_kernels
+    return qk_norm_rope_kernels if qk_norm_rope_kernels.fits(qkv.shape[-1], rope[0].shape[-1]) else None
 
 
 def _backward_ref(
@@ -89,7 +88,7 @@ def qk_norm_rope(
 
     Args:
         wq, wk: norm weights [d].
-        rope: (cos, sin) [T, 1, r].
+        rope: (cos, sin) [T, 1, r], both halves equal.
         heads: H.
     """
     return _QkNormRope.apply(qkv_THd, wq.anchor, wk.anchor, wq, wk, rope, heads, eps)

@@ -13,8 +13,9 @@ from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
-TILE = 8192  # values of one program's tile: 4 rows of 2048
+TILE = 2048  # values of one program's tile at least: small ones, so that many programs hide each other's reductions
 BACKWARD_PROGRAMS = 528  # fixed, so that the order of dw's sums does not depend on the device; 4 for each of an H200's 132 SMs
+STAGES = 3  # rows whose loads are in flight in backward
 
 
 @triton.jit
@@ -58,14 +59,14 @@ def _rms_norm(
 def _rms_norm_backward(
     h_ptr, w_ptr, d1_ptr, d2_ptr, dres_ptr, dh_ptr, dw_ptr, rows, dim, eps,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, TWO: tl.constexpr, RESIDUAL: tl.constexpr, ROUND: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    STAGES: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """dh of rows program, program + programs, ...; this program's part of dw. dx = d1 [+ d2]; dh gains dres."""
     block = tl.arange(0, BLOCKS)
     col = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     w = tl.load(w_ptr + col, mask=col < dim, other=0.0).to(tl.float32)[None, :, :]
     dw = tl.zeros((BLOCKS, 128), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         offset = row[:, None, None] * dim + col[None, :, :]
         ok = (row < rows)[:, None, None] & (col < dim)[None, :, :]
@@ -88,10 +89,11 @@ def _rms_norm_backward(
 # ---------------------------------------------------------------- launchers
 
 
-def _tile(dim: int, limit: int) -> tuple[int, int]:
-    """(rows, blocks of 128 features) of a tile of about `limit` values."""
+def _tile(dim: int) -> tuple[int, int, int]:
+    """(rows, blocks of 128 features, warps) of a tile of whole rows."""
     blocks = triton.next_power_of_2(triton.cdiv(dim, BLOCK))
-    return max(1, limit // (blocks * BLOCK)), blocks
+    rows = max(1, TILE // (blocks * BLOCK))
+    return rows, blocks, min(16, max(4, rows * blocks * BLOCK // 512))
 
 
 def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool) -> tuple[Tensor | None, Quantized | None]:
@@ -100,11 +102,11 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     rows, dim = h.numel() // h.shape[-1], h.shape[-1]
     x = torch.empty_like(h) if plain else None
     q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
-    tile_rows, blocks = _tile(dim, TILE)
+    tile_rows, blocks, warps = _tile(dim)
     _rms_norm[(triton.cdiv(rows, tile_rows),)](
         h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else h, q.scale_inv if quantized else h, rows, dim, eps,
         ROWS=tile_rows, BLOCKS=blocks, PLAIN=plain, QUANTIZE=quantized, ROUND=h.dtype == torch.bfloat16,
-        HARDWARE=not INTERPRETED, num_warps=8,
+        HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return x, q
 
@@ -115,12 +117,12 @@ def backward(
     """(dh [T, D] in h's dtype, dw [D] fp32) for dx = dx_TD + dx2_TD; `dres_TD`, the residual's gradient, is added to dh."""
     h, dim = h_TD.contiguous(), h_TD.shape[-1]
     rows = h.numel() // dim
-    tile_rows, blocks = _tile(dim, TILE // 2)
+    tile_rows, blocks, warps = _tile(dim)
     programs = min(BACKWARD_PROGRAMS, triton.cdiv(rows, tile_rows))
     dh, dw = torch.empty_like(h), torch.empty((programs, dim), dtype=torch.float32, device=h.device)
     _rms_norm_backward[(programs,)](
         h, w_D, dx_TD.contiguous(), h if dx2_TD is None else dx2_TD.contiguous(), h if dres_TD is None else dres_TD.contiguous(),
         dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, TWO=dx2_TD is not None, RESIDUAL=dres_TD is not None,
-        ROUND=h.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=8,
+        ROUND=h.dtype == torch.bfloat16, STAGES=STAGES, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return dh, dw.sum(0)

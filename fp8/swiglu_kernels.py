@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.device_math import decode_bytes, load_bf16x4, round_bf16, store_columns, store_rows
+from fp8.device_math import decode_bytes, load_bf16x4, round_bf16, sigmoid, store_columns, store_rows
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale, unpack4
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 FORWARD_ROWS, FORWARD_WARPS = 32, 4  # 64 FP32 values of gate and up a thread
-BACKWARD_WARPS, SPLIT = 8, True
+BACKWARD_WARPS, BACKWARD_REGISTERS = 16, 64
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _swiglu_quantize(
     g = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset, cb, rows, STORED, HARDWARE)
     up_block = cb + width // 128
     u = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset + width, up_block, rows, STORED, HARDWARE)
-    a = g / (1.0 + tl.exp(-g)) * u
+    a = g * sigmoid(g, HARDWARE) * u
     if WEIGHTED:
         a *= tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
     a = round_bf16(a, HARDWARE)
@@ -63,78 +63,24 @@ def _swiglu_quantize(
 
 
 @triton.jit
-def _swiglu_grad(g, u, da, w):
+def _swiglu_grad(g, u, da, w, HARDWARE: tl.constexpr):
     """(dg, du, da * silu(g) * u) of one element; w broadcasts over columns."""
-    s = 1.0 / (1.0 + tl.exp(-g))
+    s = sigmoid(g, HARDWARE)
     silu = g * s
-    dw = da * silu
-    return da * w * u * s * (1.0 + g * (1.0 - s)), dw * w, dw * u
+    both = da * u
+    return both * w * (s + silu * (1.0 - s)), da * w * silu, both * silu
 
 
 @triton.jit
-def _swiglu_grad_row(
-    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, words_ok, word,
-    WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """dg and du of four neighbouring columns (one word) of 32 rows x 32 words; the block's part of dw is stored."""
-    row_ok = row < rows
-    src = hq_ptr + row.to(tl.int64)[:, None] * (2 * words) + word[None, :]
-    gate_si = hsi_ptr + cb.to(tl.int64) * rows
-    ok = row_ok[:, None] & words_ok[None, :]
-    g0, g1, g2, g3 = unpack4(tl.load(src, mask=ok, other=0), HARDWARE)
-    u0, u1, u2, u3 = unpack4(tl.load(src + words, mask=ok, other=0), HARDWARE)
-    gate = tl.load(gate_si + row, mask=row_ok, other=0.0)[:, None]
-    up = tl.load(gate_si + (words // 32).to(tl.int64) * rows + row, mask=row_ok, other=0.0)[:, None]
-    da_src = da_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
-    d0, d1, d2, d3 = load_bf16x4(da_src, ok)
-    if WEIGHTED:
-        w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
+def _half_grad(g, u, da, gate, up, w, UP: tl.constexpr, HARDWARE: tl.constexpr):
+    """(dg, da * silu(g) * u), or with UP (du, 0), of one element. g and u are codes: their scales go with what is constant in a row."""
+    s = sigmoid(g * gate, HARDWARE)
+    silu = g * s * gate
+    if UP:
+        return da * w * silu, 0.0
     else:
-        w = 1.0
-    g0, u0, d0 = _swiglu_grad(g0 * gate, u0 * up, d0, w)
-    g1, u1, d1 = _swiglu_grad(g1 * gate, u1 * up, d1, w)
-    g2, u2, d2 = _swiglu_grad(g2 * gate, u2 * up, d2, w)
-    g3, u3, d3 = _swiglu_grad(g3 * gate, u3 * up, d3, w)
-    if WEIGHTED:
-        tl.store(dw_ptr + cb.to(tl.int64) * rows + row, tl.sum((d0 + d1) + (d2 + d3), 1), mask=row_ok)
-    return g0, g1, g2, g3, u0, u1, u2, u3
-
-
-@triton.jit
-def _swiglu_backward(
-    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, width, words_per_row_t,
-    WEIGHTED: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """One 128x128 block of gate and of up: row form and transposed form (tiles along rows) of dH from one read.
-
-    hq, q and qt as int32 words of four codes, da as int64 words of four BF16.
-    """
-    cb, rb = tl.program_id(0), tl.program_id(1)
-    if LIVE:
-        if tl.load(live_ptr + rb) < 0:
-            return
-    words = width // 4
-    word = cb * 32 + tl.arange(0, 32)
-    ok = word < words
-    r0 = rb * 128 + 4 * tl.arange(0, 32)
-    a0, a1, a2, a3, e0, e1, e2, e3 = _swiglu_grad_row(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
-    b0, b1, b2, b3, f0, f1, f2, f3 = _swiglu_grad_row(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 1, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
-    c0, c1, c2, c3, g0, g1, g2, g3 = _swiglu_grad_row(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 2, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
-    d0, d1, d2, d3, h0, h1, h2, h3 = _swiglu_grad_row(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, r0 + 3, rows, cb, words, ok, word, WEIGHTED, HARDWARE)  # fmt: skip
-    si = si_ptr + cb.to(tl.int64) * rows
-    store_rows(q_ptr, si, rb, 2 * words, word, ok, rows,
-               a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
-    store_rows(q_ptr + words, si + (words // 32).to(tl.int64) * rows, rb, 2 * words, word, ok, rows,
-               e0, e1, e2, e3, f0, f1, f2, f3, g0, g1, g2, g3, h0, h1, h2, h3, HARDWARE)  # fmt: skip
-    sit = sit_ptr + rb.to(tl.int64) * (2 * width)
-    store_columns(qt_ptr, sit, cb * 128, rb, width, words_per_row_t,
-                  a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
-    store_columns(qt_ptr, sit, width + cb * 128, rb, 2 * width, words_per_row_t,
-                  e0, e1, e2, e3, f0, f1, f2, f3, g0, g1, g2, g3, h0, h1, h2, h3, HARDWARE)  # fmt: skip
+        both = da * u * up
+        return both * w * (s + silu * (1.0 - s)), both * silu
 
 
 @triton.jit
@@ -150,27 +96,21 @@ def _half_grad_row(
     gate = tl.load(si, mask=row_ok, other=0.0)[:, None]
     g0, g1, g2, g3 = unpack4(tl.load(src, mask=ok, other=0), HARDWARE)
     d0, d1, d2, d3 = load_bf16x4(da_ptr + row.to(tl.int64)[:, None] * words + word[None, :], ok)
-    w = 1.0
+    w, up = 1.0, 1.0
+    u0, u1, u2, u3 = g0, g1, g2, g3
     if WEIGHTED:
         w = tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
-    if UP:
-        return _up_grad(g0 * gate, d0, w), _up_grad(g1 * gate, d1, w), _up_grad(g2 * gate, d2, w), _up_grad(g3 * gate, d3, w)
-    else:
+    if not UP:
         up = tl.load(si + (words // 32).to(tl.int64) * rows, mask=row_ok, other=0.0)[:, None]
         u0, u1, u2, u3 = unpack4(tl.load(src + words, mask=ok, other=0), HARDWARE)
-        g0, _, d0 = _swiglu_grad(g0 * gate, u0 * up, d0, w)
-        g1, _, d1 = _swiglu_grad(g1 * gate, u1 * up, d1, w)
-        g2, _, d2 = _swiglu_grad(g2 * gate, u2 * up, d2, w)
-        g3, _, d3 = _swiglu_grad(g3 * gate, u3 * up, d3, w)
-        if WEIGHTED:
+    g0, d0 = _half_grad(g0, u0, d0, gate, up, w, UP, HARDWARE)
+    g1, d1 = _half_grad(g1, u1, d1, gate, up, w, UP, HARDWARE)
+    g2, d2 = _half_grad(g2, u2, d2, gate, up, w, UP, HARDWARE)
+    g3, d3 = _half_grad(g3, u3, d3, gate, up, w, UP, HARDWARE)
+    if WEIGHTED:
+        if not UP:
             tl.store(dw_ptr + cb.to(tl.int64) * rows + row, tl.sum((d0 + d1) + (d2 + d3), 1), mask=row_ok)
-        return g0, g1, g2, g3
-
-
-@triton.jit
-def _up_grad(g, da, w):
-    """du of one element."""
-    return da * (g * (1.0 / (1.0 + tl.exp(-g)))) * w
+    return g0, g1, g2, g3
 
 
 @triton.jit
@@ -200,7 +140,7 @@ def _half_block(
 
 
 @triton.jit
-def _swiglu_backward_split(
+def _swiglu_backward(
     hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, width, words_t,
     WEIGHTED: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -253,13 +193,13 @@ def _swiglu_plain(
         w = 1.0
     if BACKWARD:
         da = tl.load(da_ptr + narrow, mask=ok, other=0.0).to(tl.float32)
-        dg, du, dw = _swiglu_grad(g, u, da, w)
+        dg, du, dw = _swiglu_grad(g, u, da, w, HARDWARE)
         tl.store(out_ptr + wide, round_bf16(dg, HARDWARE), mask=ok)
         tl.store(out_ptr + wide + width, round_bf16(du, HARDWARE), mask=ok)
         if WEIGHTED:
             tl.store(dw_ptr + cb * rows + row, tl.sum(dw, 1), mask=row_ok)
     else:
-        tl.store(out_ptr + narrow, round_bf16(g / (1.0 + tl.exp(-g)) * u * w, HARDWARE), mask=ok)
+        tl.store(out_ptr + narrow, round_bf16(g * sigmoid(g, HARDWARE) * u * w, HARDWARE), mask=ok)
 
 
 # ---------------------------------------------------------------- launchers
@@ -299,12 +239,12 @@ def backward(
     dh_t = _empty_fp8(2 * width, rows_p, like=da_Rf)
     si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
     dw = None if w_R is None else torch.empty((width // BLOCK, rows), dtype=torch.float32, device=da_Rf.device)
-    kernel, blocks = (_swiglu_backward_split, 2) if SPLIT else (_swiglu_backward, 1)
-    kernel[(blocks * width // BLOCK, rows_p // BLOCK)](
+    _swiglu_backward[(2 * width // BLOCK, rows_p // BLOCK)](
         h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
         si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, width, rows_p // 4,
-        WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
+        WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, 
+        num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS,
     )  # fmt: skip
     return Quantized(dh, si, (1, BLOCK)), Quantized(dh_t, si_t.t(), (1, BLOCK)), None if dw is None else dw.sum(0)
 

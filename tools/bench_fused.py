@@ -79,11 +79,11 @@ def expert_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     yield "quantise h + SwiGLU -> FP8", run, 3 * wide + narrow + si + si // 2
     run = lambda: swiglu_kernels.quantize_swiglu(h_q, w, live)  # noqa: E731
     yield "SwiGLU of stored h -> FP8", run, wide + narrow + si + si // 2
-    for warps, split in ((8, False), (16, False), (8, True), (16, True)):
-        def run(warps: int = warps, split: bool = split) -> None:
-            swiglu_kernels.BACKWARD_WARPS, swiglu_kernels.SPLIT = warps, split
+    for warps, registers in ((8, 128), (16, 64)):
+        def run(warps: int = warps, registers: int = registers) -> None:
+            swiglu_kernels.BACKWARD_WARPS, swiglu_kernels.BACKWARD_REGISTERS = warps, registers
             swiglu_kernels.backward(h_q, w, da, live)
-        yield f"SwiGLU backward -> row + column FP8, {warps} warps, split {split}", run, 3 * wide + 2 * narrow + 3 * si
+        yield f"SwiGLU backward -> row + column FP8, {warps} warps", run, 3 * wide + 2 * narrow + 3 * si
     run = lambda: swiglu_kernels.plain(Quantized.unscaled(h), w, da, live)  # noqa: E731
     yield "SwiGLU backward, BF16 recipe", run, 4 * wide + 2 * narrow
     y = random(buffer, d)
