@@ -32,7 +32,7 @@ class OptimConfig:
     exp_avg: Literal["fp32", "bf16", "fp8", "coat"] | None = None
     exp_avg_sq: Literal["fp32", "bf16", "fp16", "fp8", "coat"] | None = None
     offload: bool = False  # states in pinned host memory, brought to the GPU for the update
-    # What weight gradients accumulate in; bf16 rounds stochastically and leaves the embedding in fp32. None: fp8.level's
+    # What weight gradients accumulate in; bf16 rounds stochastically and leaves embedding and head in fp32. None: fp8.level's
     grad_dtype: Literal["fp32", "bf16"] | None = None
 
 
