@@ -79,12 +79,24 @@ def quantize_ref(x: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quan
 
 
 def _quantize_tensorwise(x: Tensor, spec: Spec, scale_inv: Tensor | None) -> Quantized:
-    """One scale a matrix: [..., 1, 1]. Without a given scale it comes from each matrix's own amax."""
+    """One scale a matrix: [..., 1, 1]. Without a given scale it comes from each matrix's own amax.
+
+    Divides in x's own dtype: a power of two is exact there too, and what BF16 would lose below 2^-126 is zero in FP8.
+    """
     if scale_inv is None:
-        amax = x.abs().amax(dim=(-2, -1), keepdim=True) if x.numel() else x.new_zeros(*x.shape[:-2], 1, 1)
-        scale_inv = pow2_scale_inv(amax.float() * 2.0**spec.margin, FP8_MAX[spec.dtype])
+        scale_inv = pow2_scale_inv(matrix_amax(x).float() * 2.0**spec.margin, FP8_MAX[spec.dtype])
     scale_inv = scale_inv.expand(*x.shape[:-2], 1, 1)
-    return Quantized(cast_fp8(x.float() / scale_inv, spec.dtype), scale_inv, TENSORWISE)
+    return Quantized(cast_fp8(x / scale_inv.to(x.dtype), spec.dtype), scale_inv, TENSORWISE)
+
+
+def matrix_amax(x: Tensor) -> Tensor:
+    """[..., R, C] -> [..., 1, 1]: largest magnitude of each matrix; NaN where one is in it, 0 for an empty one."""
+    if x.numel() == 0:
+        return x.new_zeros(*x.shape[:-2], 1, 1)
+    if x.dim() > 2:
+        return x.abs().amax(dim=(-2, -1), keepdim=True)
+    low, high = torch.aminmax(x)  # one read, no copy of magnitudes
+    return torch.maximum(-low, high).view(1, 1)
 
 
 def quantize(x: Tensor, spec: Spec, scale_inv: Tensor | None = None) -> Quantized:
@@ -109,6 +121,8 @@ def quantize_t_ref(x_RC: Tensor, spec: Spec, scale_inv: Tensor | None = None) ->
     """[R, C] -> its transpose [C, Rp], tiles along R: what wgrad reads of dY. Padding rows are zero; unscaled, it is a view."""
     if not spec.is_fp8:
         return Quantized.unscaled(_pad_rows(x_RC.to(spec.dtype), -x_RC.shape[0] % BLOCK).t())
+    if spec.tile == TENSORWISE:  # the same codes, and only bytes are transposed
+        return requantize_t_ref(quantize_ref(x_RC, spec, scale_inv))
     x_CR = F.pad(x_RC, (0, 0, 0, -x_RC.shape[0] % BLOCK)).t().contiguous()
     return quantize_ref(x_CR, spec, scale_inv)
 

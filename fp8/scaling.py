@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fp8.quantize import pow2_scale_inv
+from fp8.quantize import matrix_amax, pow2_scale_inv
 from fp8.recipe import FP8_MAX, Spec
 
 Reduce = Callable[[Tensor], Tensor]  # the maximum over the ranks that share a scale; returns its result
@@ -25,9 +25,7 @@ Reduce = Callable[[Tensor], Tensor]  # the maximum over the ranks that share a s
 
 def tensor_amax(x: Tensor) -> Tensor:
     """0-dim fp32 largest magnitude. NaN counts as inf: a maximum over ranks (NCCL's) may drop a NaN, never an inf."""
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    amax = x.detach().abs().amax().float()
+    amax = matrix_amax(x.detach().flatten(0, -2)).view(()).float()
     return torch.where(amax.isnan(), torch.full_like(amax, float("inf")), amax)
 
 

@@ -120,7 +120,7 @@ def test_amax_that_is_not_finite_leaves_the_history_alone(bad: float) -> None:
 
 def test_nan_counts_as_inf_before_any_reduction() -> None:
     """NCCL's maximum may drop a NaN."""
-    assert tensor_amax(torch.tensor([1.0, float("nan")])).item() == float("inf")
+    assert tensor_amax(torch.tensor([[1.0, float("nan")]])).item() == float("inf")
     assert tensor_amax(torch.empty(0, 128)).item() == 0
 
 
