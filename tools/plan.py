@@ -56,7 +56,9 @@ def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: 
     local = local_parameters(config.model, recipe, states, layout)
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
     wires = Wires(config.parallel.tp_wire, config.parallel.combine_wire, config.parallel.grad_wire)
-    needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"], wires)
+    needed = speed(
+        config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"], wires, config.train.cuda_graphs
+    )
     return Plan(layout, states, held, needed)
 
 

@@ -46,12 +46,17 @@ GPUS = {
 }
 EXPOSED = 0.6  # share of dispatch and combine that the shared expert does not hide
 HIDES = 0.5  # share of the last micro-batch's backward that hides gradient reduction
-# configs/small.yaml on one H200 takes 1.25 s a step in the block recipe and 1.60 s in BF16; its parts sum to 0.56 s and 0.77 s.
-STEP_OVER_PARTS = 2.1
+# Six layers of Ling-mini at 4 x 4096 tokens on one H200: forward and backward take 115 ms (block) and 148 ms (BF16), their parts
+# sum to 94 and 129; the optimizer takes 46 and 40 ms, its traffic 39.
+STEP_OVER_PARTS = 1.2
+# Host time of a layer's launches in forward and backward, in sight where kernels are shorter: configs/small.yaml takes 156 ms a
+# micro-batch (13 layers), 74 ms as a CUDA graph.
+HOST_SECONDS = 12e-3
 ASSUMPTIONS = (
     "experts get equal shares of tokens (the busiest rank 10% more); no packing loss; no pipeline parallelism in octet",
     f"dispatch and combine: {EXPOSED:.0%} in sight; gradients hide behind {HIDES:.0%} of a backward",
-    f"compute takes {STEP_OVER_PARTS} x the sum of its kernels (calibrated on configs/small.yaml, one H200)",
+    f"compute takes {STEP_OVER_PARTS} x the sum of its kernels, and {HOST_SECONDS * 1e3:.0f} ms a layer and micro-batch at least"
+    " unless train.cuda_graphs (calibrated on one H200)",
     "ep or dp groups within 8 consecutive ranks use NVLink; what goes further goes at the network's 40 GB/s a GPU (400 Gb/s NICs)",
 )
 
@@ -161,6 +166,7 @@ def speed(
     local: dict[str, int],
     state_bytes: float,
     wires: Wires | None = None,
+    cuda_graphs: bool = False,
 ) -> Speed:
     """Time of one step; `state_bytes` is what optimizer states take on this rank."""
     b = Bytes(recipe, torch.bfloat16)
@@ -202,6 +208,8 @@ def speed(
         "elementwise": micro_batches * element, "recompute": micro_batches * again,
     }  # fmt: skip
     parts = {name: seconds * STEP_OVER_PARTS for name, seconds in parts.items()}
-    parts |= {"communication": exposed, "gradient reduction": reduce, "optimizer": optimizer}
+    host = 0.0 if cuda_graphs else micro_batches * layers * HOST_SECONDS
+    parts["launches"] = max(host - sum(parts.values()), 0.0)
+    parts |= {"communication": exposed, "gradient reduction": reduce, "optimizer": optimizer * STEP_OVER_PARTS}
     floor = micro_batches * (gemms + experts + attention) + optimizer
     return Speed(parts, sent, floor, global_batch * seq_len)
