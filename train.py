@@ -31,7 +31,7 @@ from training.metrics import Metrics, Phases, Throughput, console_line, expert_l
 from training.packing import packed_path
 from training.process import admit, choose_device, on_sigterm
 from training.profile import ProfileWindow
-from training.resources import Resources, detailed
+from training.resources import Resources, detailed, steady_state
 from training.sample import generate
 from training.schedule import fitted, learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
@@ -127,6 +127,8 @@ def run(config: Config) -> int:
             with_tables = result.counts_LE is not None and detailed(done, train.steps, train.log_every)
             metrics.log(done, values, {"load": load_table(model, result.counts_LE)} if with_tables else None)
             metrics.say(console_line(done, train.steps, values))
+        if done == first:
+            metrics.say(f"held        {steady_state(optimizer, device)}")
         if config.eval.samples and due(config.eval.every, done) and not last:
             validate()
         if config.checkpoint.every and (due(config.checkpoint.every, done) or last or result.interrupted):

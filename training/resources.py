@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from fp8.optimizer import AdamW, bytes_report
+from fp8.optimizer import ROLES, AdamW, bytes_report
 from parallel.mesh import Mesh
 
+GIB = 1 << 30
 MAX_DETAILS = 200  # records of a run that carry tables (a count for each expert): about 30 KB each for Ling-mini
 
 
@@ -25,7 +27,7 @@ class Resources:
             that it waited for them in a step, overlap with compute left out.
         """
         held, steps = bytes_report(self.optimizer), max(step - self._last, 1)
-        states = sum(held[name] for name in ("master", "exp_avg", "exp_avg_sq"))
+        states = sum(held[role] for role in ROLES)
         account, traffic = self.model.stash.account, self.mesh.traffic
         memory = {"weights": held["weight"], "gradients": held["grad"], "states": states, "activations": account.peak}
         found = {f"memory/{name}_gb": size / 1e9 for name, size in memory.items()}
@@ -35,6 +37,19 @@ class Resources:
         account.peak, self._last = 0, step
         traffic.reset()
         return found
+
+
+def steady_state(optimizer: AdamW, device: torch.device) -> str:
+    """What stays between steps, in GiB and bytes a parameter, beside what the allocator holds; for after the first step."""
+    held = bytes_report(optimizer)
+    states, parameters = sum(held[role] for role in ROLES), max(held["parameters"], 1)
+    total = held["weight"] + held["grad"] + states
+    text = f"weights {held['weight'] / GIB:.2f} + gradients {held['grad'] / GIB:.2f} + optimizer states {states / GIB:.2f}"
+    text = f"{text} = {total / GIB:.2f} GiB, {total / parameters:.3f} bytes/parameter"
+    if device.type == "cuda":
+        allocated, card = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+        text += f"; {allocated / GIB:.2f} GiB allocated between steps, of {card / GIB:.1f}"
+    return text
 
 
 def detailed(step: int, steps: int, log_every: int) -> bool:
