@@ -22,6 +22,7 @@ from training.errors import UserError, exit_status
 from training.states import gradient_format, optimizer_states
 
 GB = 1e9
+HOST_LINK = 50  # GB/s of pinned copies each way (PCIe 5 x16)
 MAX_EP, MAX_TP, STAGES = 256, 8, range(5)
 SHARDING = importlib.util.find_spec("parallel.shard") is not None  # optimizer states split over replicas
 
@@ -53,12 +54,15 @@ def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: 
     recipe = recipe or config.fp8.build()
     gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
     held = memory(config.model, recipe, states, layout, config.data.seq_len, gradients=gradients)
+    moved = held.static["states"]
+    if config.optim.offload:
+        held.host, held.static["states"] = moved, 0
     local = local_parameters(config.model, recipe, states, layout)
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
     wires = Wires(config.parallel.tp_wire, config.parallel.combine_wire, config.parallel.grad_wire)
-    needed = speed(
-        config.model, recipe, layout, config.data.seq_len, batch, gpu, local, held.static["states"], wires, config.train.cuda_graphs
-    )
+    needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, moved, wires, config.train.cuda_graphs)
+    if held.host:
+        needed.parts["offload"] = max(2 * held.host / (HOST_LINK * 1e9) - needed.parts["optimizer"], 0.0)
     return Plan(layout, states, held, needed)
 
 
@@ -140,6 +144,7 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
         f"memory, GB     static: {_gb(m.static)}",
         f"               kept activations (stage {layout.stage}): {_gb(m.kept)}",
         f"               working, the largest counts: {_gb(m.working)}",
+        *([f"               optimizer states in host memory: {m.host / GB:,.1f}"] if m.host else []),
         f"               peak {m.peak / GB:,.1f} + {OVERHEAD_BYTES / GB:.1f} context and fragments of {gpu.memory / GB:,.1f}: "
         + ("fits" if plan.fits(gpu) else "DOES NOT FIT"),
         f"sent, GB/step  {_gb(s.sent) or 'nothing'}",

@@ -66,6 +66,7 @@ class Memory:
     static: dict[str, int] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)  # activations from forward to backward, by where they are kept
     working: dict[str, int] = field(default_factory=dict)  # short-lived; only the largest counts
+    host: int = 0  # optimizer states in pinned host memory
 
     @property
     def peak(self) -> int:
