@@ -1,4 +1,4 @@
-"""The account of kept bytes against the CUDA allocator, on layers of Ling-mini's widths (with fewer experts: less to initialise)."""
+"""The account of kept bytes against the CUDA allocator: Ling-mini's widths, fewer experts (quicker to initialise)."""
 
 from __future__ import annotations
 
