@@ -61,7 +61,10 @@ def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: 
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
     wires = Wires(config.parallel.tp_wire, config.parallel.combine_wire, config.parallel.grad_wire)
     needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, moved, wires, config.train.cuda_graphs)
-    if held.host:
+    if held.host:  # the states of three weights at a time visit the GPU
+        c, each = config.model, moved / (local["dense"] + local["experts"])
+        largest = max(c.num_experts // layout.ep * 2 * c.moe_intermediate_size, c.vocab_size // layout.tp) * c.hidden_size
+        held.working["optimizer"] = int(3 * largest * each)
         needed.parts["offload"] = max(2 * held.host / (HOST_LINK * 1e9) - needed.parts["optimizer"], 0.0)
     return Plan(layout, states, held, needed)
 
