@@ -3,7 +3,6 @@
 Shapes: E experts, N x K the weight of each.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Triton kernels behind qk_norm_rope.py. A program takes some tokens of one head.
 
-Shapes: T tokens, H query heads, K key/value heads, d head dimension, r rotary dimensions. A head is loaded as the first and second half of
-its rotary part and the rest, each a power of two wide: so the pairs that rotate together meet in one thread.
+Shapes: T tokens, H query heads, K key/value heads, d head dimension, r rotary dimensions. A head is loaded as the first
+and second half of its rotary part and the rest, each a power of two wide: the pairs that rotate together meet in one thread.
 """
 
 import torch

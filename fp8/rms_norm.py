@@ -57,8 +57,10 @@ def _norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, consumer: Weight |
 
 
 class _RmsNorm(torch.autograd.Function):
-    """forward (carrier, x_TD, h_TD); backward dh = norm'(d(carrier) + d(x)) + d(h): GEMMs read the carrier's bytes, the router reads
-    x_TD, and the residual stream goes on from the h handed out, so that its gradient is added here instead of by autograd.
+    """forward (carrier, x_TD, h_TD); backward dh = norm'(d(carrier) + d(x)) + d(h).
+
+    GEMMs read the carrier's bytes, the router reads x_TD, and the residual stream goes on from the h handed out, so that its
+    gradient is added here instead of by autograd.
 
     `made` holds x_TD, which the caller's kernel has made together with its quantised form; None where nobody reads it.
     """

@@ -28,13 +28,16 @@ def _normalised(h, dim, eps, ROUND: tl.constexpr, HARDWARE: tl.constexpr):
     return n, n, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plain", "quantize"])
 def _rms_norm(
-    h_ptr, w_ptr, x_ptr, q_ptr, si_ptr, rows, dim, eps,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PLAIN: tl.constexpr, QUANTIZE: tl.constexpr, ROUND: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    h_ptr, w_ptr, x_ptr, q_ptr, si_ptr, rows, dim, eps, plain, quantize,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """x = w * cast(h * rstd), as values (PLAIN), as codes (QUANTIZE), or both."""
+    """x = w * cast(h * rstd), as values if `plain`, as codes if `quantize`.
+
+    One compiled kernel for all: the order of its sums, which the compiler chooses, is the same whatever is stored, so that backward
+    recomputes forward's bits.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     col = block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -46,9 +49,9 @@ def _rms_norm(
     x = n * w
     if ROUND:
         x = round_bf16(x, HARDWARE)
-    if PLAIN:
+    if plain != 0:
         tl.store(x_ptr + offset, x, mask=ok)
-    if QUANTIZE:
+    if quantize != 0:
         multiplier, inverse = pow2_scale(tl.max(abs_bits(x), 2))
         tl.store(q_ptr + offset, encode_bytes(x * multiplier[:, :, None], HARDWARE), mask=ok)
         si_ok = (row < rows)[:, None] & (block * 128 < dim)[None, :]
@@ -102,10 +105,11 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     rows, dim = h.numel() // h.shape[-1], h.shape[-1]
     x = torch.empty_like(h) if plain else None
     q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
+    unused = torch.empty(1, dtype=torch.float32, device=h.device)  # of the right type: another would be another kernel
     tile_rows, blocks, warps = _tile(dim)
     _rms_norm[(triton.cdiv(rows, tile_rows),)](
-        h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else h, q.scale_inv if quantized else h, rows, dim, eps,
-        ROWS=tile_rows, BLOCKS=blocks, PLAIN=plain, QUANTIZE=quantized, ROUND=h.dtype == torch.bfloat16,
+        h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else unused.view(torch.uint8),
+        q.scale_inv if quantized else unused, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks, ROUND=h.dtype == torch.bfloat16,
         HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return x, q

@@ -73,7 +73,7 @@ def _swiglu_grad(g, u, da, w, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _half_grad(g, u, da, gate, up, w, UP: tl.constexpr, HARDWARE: tl.constexpr):
-    """(dg, da * silu(g) * u), or with UP (du, 0), of one element. g and u are codes: their scales go with what is constant in a row."""
+    """(dg, da * silu(g) * u), or with UP (du, 0), of one element; g and u are codes, gate and up their rows' scales."""
     s = sigmoid(g * gate, HARDWARE)
     silu = g * s * gate
     if UP:
@@ -179,11 +179,11 @@ def _swiglu_plain(
     wide = row[:, None] * (2 * width) + col[None, :]
     narrow = row[:, None] * width + col[None, :]
     if STORED:
-        si = si_ptr + cb * rows + row
+        si = si_ptr + row
         g = decode_bytes(tl.load(h_ptr + wide, mask=ok, other=0), HARDWARE)
         u = decode_bytes(tl.load(h_ptr + wide + width, mask=ok, other=0), HARDWARE)
-        g *= tl.load(si, mask=row_ok, other=0.0)[:, None]
-        u *= tl.load(si + width // 128 * rows.to(tl.int64), mask=row_ok, other=0.0)[:, None]
+        g *= tl.load(si + cb * rows, mask=row_ok, other=0.0)[:, None]
+        u *= tl.load(si + (cb + width // 128) * rows, mask=row_ok, other=0.0)[:, None]
     else:
         g = tl.load(h_ptr + wide, mask=ok, other=0.0).to(tl.float32)
         u = tl.load(h_ptr + wide + width, mask=ok, other=0.0).to(tl.float32)
@@ -223,8 +223,8 @@ def quantize_swiglu(
     _swiglu_quantize[grid](
         data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv,
         a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.uint8), a_q.scale_inv,
-        a_q.scale_inv if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, STORED=stored, WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
-        num_warps=FORWARD_WARPS,
+        a_q.scale_inv if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, STORED=stored,
+        WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=FORWARD_WARPS,
     )  # fmt: skip
     return h_q, a_q
 
@@ -242,8 +242,7 @@ def backward(
     _swiglu_backward[(2 * width // BLOCK, rows_p // BLOCK)](
         h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
         si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
-        rows, width, rows_p // 4,
-        WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, 
+        rows, width, rows_p // 4, WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
         num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS,
     )  # fmt: skip
     return Quantized(dh, si, (1, BLOCK)), Quantized(dh_t, si_t.t(), (1, BLOCK)), None if dw is None else dw.sum(0)

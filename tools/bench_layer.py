@@ -1,7 +1,8 @@
 """Parts of a layer, forward and backward, FP8 against BF16 in the same run: `python -m tools.bench layer`.
 
 Each part runs alone on random tokens, with the routing that random weights give, gradients of weights written (not added) in FP32.
-Times are medians over alternating rounds, by CUDA events. `--profile DIR` also saves a trace and the kernels' shares of each part.
+Times are medians over alternating rounds, by CUDA events; "graph" is the sum once more as one CUDA graph, so without gaps between
+launches. `--profile DIR` also saves a trace and the kernels' shares of each part.
 """
 
 from __future__ import annotations
@@ -82,6 +83,24 @@ def once(model: nn.Module, run: Run, dy: Tensor) -> tuple[float, float, float]:
     return start.elapsed_time(middle), middle.elapsed_time(end), start.elapsed_time(end)
 
 
+def graphed(model: nn.Module, run: Run, dy: Tensor, rounds: int) -> float:
+    """Median ms of forward and backward as one CUDA graph: the GPU's time without the host's."""
+    for _, weight in weights(model):
+        weight.clear_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run().backward(dy)
+    times = []
+    for _ in range(rounds + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
+
+
 def profile(run: Callable[[], object], folder: Path, name: str, top: int = 40) -> dict[str, object]:
     """One profiled call: a trace in `folder`, and {busy_ms, launches, kernels: name -> [ms, calls]} of the GPU."""
     from torch.profiler import ProfilerActivity, profile
@@ -124,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     models = {name: build(config, getattr(Recipe, name)(), args.stage) for name in args.recipes}
     results: list[dict[str, object]] = []
     print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.seq} tokens")
-    print(f"{'part':<12}{'recipe':<8}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}")
+    print(f"{'part':<12}{'recipe':<8}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}{'graph':>9}")
     for name in args.parts:
         runs = {recipe: part(model, name, args.batch, args.seq) for recipe, model in models.items()}
         times: dict[str, list[tuple[float, float, float]]] = {recipe: [] for recipe in models}
@@ -135,8 +154,10 @@ def main(argv: list[str] | None = None) -> None:
                     times[recipe].append(measured)
         for recipe, model in models.items():
             forward, backward, total = (statistics.median(column) for column in zip(*times[recipe], strict=True))
-            print(f"{name:<12}{recipe:<8}{forward:9.3f}{backward:9.3f}{total:9.3f}")
+            replayed = graphed(model, *runs[recipe], args.rounds)
+            print(f"{name:<12}{recipe:<8}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}")
             row: dict[str, object] = {"part": name, "recipe": recipe, "forward_ms": forward, "backward_ms": backward, "ms": total}
+            row["graph_ms"] = replayed
             if args.profile:
                 row |= profile(lambda: once(model, *runs[recipe]), args.profile, f"{name}-{recipe}")  # noqa: B023
                 print(f"    busy {row['busy_ms']:.3f} ms in {row['launches']} launches")

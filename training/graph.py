@@ -17,6 +17,11 @@ from parallel.mesh import Mesh
 WARMUP = 2  # eager micro-batches of each kind before its capture: they compile kernels and allocate gradients
 
 
+def _detached(losses: Losses) -> Losses:
+    """Without the graph: one that lived on would tie a later capture to the stream that it ran on."""
+    return Losses(**{name: value.detach() for name, value in vars(losses).items()})
+
+
 class _Captured:
     """A graph, its input tensors and its losses."""
 
@@ -27,7 +32,7 @@ class _Captured:
         with torch.cuda.graph(self.graph, pool=pool):
             losses = model(self.tokens_BS, self.labels_BS, self.num_valid)
             losses.total.backward()
-        self.losses = Losses(**{name: value.detach() for name, value in vars(losses).items()})
+        self.losses = _detached(losses)
 
     def replay(self, tokens_BS: Tensor, labels_BS: Tensor, num_valid: NumValid) -> Losses:
         """Runs the graph on these inputs; the losses are copies."""
@@ -76,7 +81,7 @@ class GraphedMicroBatch:
         if self._seen[key] <= WARMUP:
             losses = self.model(tokens_BS, labels_BS, num_valid)
             losses.total.backward()
-            return losses
+            return _detached(losses)
         torch.cuda.synchronize()
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
         self._graphs[key] = _Captured(self.model, tokens_BS, labels_BS, num_valid, self.pool)  # marks the weights as used

@@ -26,7 +26,7 @@ def test_forward(rows: int, dim: int, dtype: torch.dtype) -> None:
     x, q = kernels.rms_norm(h, w, EPS, plain=True, quantized=True)
     bound = 2**-7 if dtype == torch.bfloat16 else 1e-5  # two roundings to BF16
     torch.testing.assert_close(x.double(), definition(h.double(), w.double()), rtol=bound, atol=1e-6)
-    torch.testing.assert_close(x, rms_norm_ref(h, w, EPS), rtol=bound, atol=1e-6)
+    torch.testing.assert_close(x, rms_norm_ref(h, w, EPS), rtol=2 * bound, atol=1e-6)  # each of the two may fall the other way
     assert same_bytes(q, quantize_ref(x, ROW)), "the codes are not those of the rows handed out"
     assert same_bytes(q, kernels.rms_norm(h, w, EPS, plain=False, quantized=True)[1]), "recomputation differs"
     assert torch.equal(x, kernels.rms_norm(h, w, EPS, plain=True, quantized=False)[0]), "recomputation differs"

@@ -47,9 +47,14 @@ def test_gradients_are_those_of_the_reference(name: str, stage: int) -> None:
     loss, grads = run(build("cuda", recipe, stage), "cuda")
     want_loss, want = run(build("cpu", recipe), "cpu")
     assert loss == pytest.approx(want_loss, rel=2e-3)
-    worst = max((relative_error(grads[key], want[key]), key) for key in want)
-    # a few near ties of the router fall the other way, and FP8 roundings differ where a BF16 rounding before them did
-    assert worst[0] < (0.12 if name == "block" else 0.06), worst
+    # Near ties of the router fall the other way on any rounding: the yardstick is what half a BF16 step on the embedding does.
+    disturbed = build("cpu", recipe)
+    data = dict(weights(disturbed))["embedding"].data
+    data.copy_(data.float() * (1 + 2**-9 * torch.randn(data.shape, generator=torch.Generator().manual_seed(1))))
+    _, noisy = run(disturbed, "cpu")
+    for key in want:
+        noise = relative_error(noisy[key], want[key])
+        assert relative_error(grads[key], want[key]) < 2 * noise + 0.02, (key, noise)
 
 
 @pytest.mark.parametrize("name", ["block", "bf16"])
