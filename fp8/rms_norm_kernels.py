@@ -109,8 +109,8 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     tile_rows, blocks, warps = _tile(dim)
     _rms_norm[(triton.cdiv(rows, tile_rows),)](
         h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else unused.view(torch.uint8),
-        q.scale_inv if quantized else unused, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks, ROUND=h.dtype == torch.bfloat16,
-        HARDWARE=not INTERPRETED, num_warps=warps,
+        q.scale_inv if quantized else unused, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks,
+        ROUND=h.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return x, q
 

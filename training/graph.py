@@ -29,7 +29,7 @@ class _Captured:
         self.tokens_BS, self.labels_BS = tokens_BS.clone(), labels_BS.clone()
         self.num_valid = NumValid(num_valid.ce.clone(), num_valid.mtp.clone(), num_valid.tokens.clone())
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):  # the loader may go on
             losses = model(self.tokens_BS, self.labels_BS, self.num_valid)
             losses.total.backward()
         self.losses = _detached(losses)
