@@ -15,7 +15,7 @@ from fp8.quantized import Quantized
 
 TILE = 2048  # values of one program's tile at least: small ones, so that many programs hide each other's reductions
 BACKWARD_PROGRAMS = 528  # fixed, so that the order of dw's sums does not depend on the device; 4 for each of an H200's 132 SMs
-STAGES = 3  # rows whose loads are in flight in backward
+ROW_BUFFER = 16384  # bytes of one tensor's rows that backward keeps in flight in shared memory
 
 
 @triton.jit
@@ -123,10 +123,11 @@ def backward(
     rows = h.numel() // dim
     tile_rows, blocks, warps = _tile(dim)
     programs = min(BACKWARD_PROGRAMS, triton.cdiv(rows, tile_rows))
+    stages = max(1, min(3, 1 + ROW_BUFFER // (tile_rows * blocks * BLOCK * h.element_size())))
     dh, dw = torch.empty_like(h), torch.empty((programs, dim), dtype=torch.float32, device=h.device)
     _rms_norm_backward[(programs,)](
         h, w_D, dx_TD.contiguous(), h if dx2_TD is None else dx2_TD.contiguous(), h if dres_TD is None else dres_TD.contiguous(),
         dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, TWO=dx2_TD is not None, RESIDUAL=dres_TD is not None,
-        ROUND=h.dtype == torch.bfloat16, STAGES=STAGES, HARDWARE=not INTERPRETED, num_warps=warps,
+        ROUND=h.dtype == torch.bfloat16, STAGES=stages, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return dh, dw.sum(0)
