@@ -19,7 +19,7 @@ from training.checkpoint import Checkpointer, load_masters
 from training.config import CheckpointConfig, Config, RunConfig, load_config
 from training.errors import UserError
 from training.run_state import whole_checkpoints
-from training.shards import Shard
+from training.shards import Shard, read_shards, write_shards
 from training.start import set_gradient_format
 from training.states import gradient_format, optimizer_states
 
@@ -108,6 +108,37 @@ def test_scales_are_sharded_with_their_blocks() -> None:
         shard = Shard.like(optimizer.weights[name], tensor, optimizer.tile_of(name, kind))
         assert (shard.global_shape, shard.pieces[0].offset) == (shape, offset), kind
         assert tensor[shard.pieces[0].local].shape == tensor.shape
+
+
+def test_states_of_one_layout_load_into_another(tmp_path: Path) -> None:
+    """Experts written whole are read by the rank that holds the second half, codes and scales, bit for bit."""
+    whole = Weight(4, 256, 256, recipe=Recipe.block(), expert=True)
+    optimizer = AdamW([("e", whole)], states=PRESETS["lean"])
+    optimizer.set_master("e", torch.randn(4, 256, 256) * 0.02)
+    for _ in range(2):
+        whole.add_grad(torch.randn(4, 256, 256) * 1e-3)
+        optimizer.step(1e-3)
+
+    def shards(holder: AdamW) -> dict[str, Shard]:
+        weight, state = holder.weights["e"], holder.state()["e"]
+        return {kind: Shard.like(weight, tensor, holder.tile_of("e", kind)) for kind, tensor in state.items()}
+
+    write_shards(tmp_path, shards(optimizer), Mesh.solo().world)
+    half = Piece((2, 0, 0), (slice(0, 2), slice(0, 256), slice(0, 256)))
+    part = Weight(2, 256, 256, recipe=Recipe.block(), expert=True, global_shape=(4, 256, 256), pieces=(half,))
+    other = AdamW([("e", part)], states=PRESETS["lean"])
+    other.allocate("e")
+    read_shards(tmp_path, shards(other), Mesh.solo().world)
+    other.refresh("e")
+    other.num_steps = optimizer.num_steps
+    grad = torch.randn(4, 256, 256) * 1e-3
+    whole.add_grad(grad)
+    part.add_grad(grad[2:])
+    optimizer.step(1e-3)
+    other.step(1e-3)
+    assert torch.equal(part.data.view(torch.uint8), whole.data[2:].view(torch.uint8))
+    for kind, tensor in other.state()["e"].items():
+        assert torch.equal(tensor.view(torch.uint8), optimizer.state()["e"][kind][2:].contiguous().view(torch.uint8)), kind
 
 
 def test_levels_are_presets_that_single_keys_override() -> None:
