@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from training.corpus import DataConfig, corpus_bytes
 from training.errors import exit_status
-from training.packing import SPLITS, PackedInfo, pack_corpus, packed_path, read_info, stale_reason
+from training.packing import SPLITS, PackedInfo, documents_done, pack_corpus, packed_path, read_info, stale_reason
 from training.tokenizer import check_vocab, load_tokenizer
 
 
@@ -27,6 +27,8 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
         print(f"packed data in {config.dir} is up to date")
     else:
         print(f"packing: {reason}")
+        if done := documents_done(config):
+            print(f"going on after {done:,} documents that an interrupted packing has done")
         start = time.perf_counter()
         with tqdm(total=corpus_bytes(config), unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
             infos, tally = pack_corpus(config, tokenizer, bar.update)

@@ -2,14 +2,19 @@
 
 The .bin file is flat little-endian uint16 (uint32 from 65,537 tokens of vocabulary on). Both are written beside and
 renamed when whole, the description last: without a description there is no packed file.
+
+A packing that is killed goes on where it was: `NAME.bin.partial.json` says how many documents are done. They are read again, which
+is cheap, and hashed, so that a corpus that has changed is noticed and packed from its beginning; they are not tokenised again.
 """
 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -21,6 +26,7 @@ from training.tokenizer import Tokenizer, write_whole
 FORMAT = 1
 SPLITS = ("train", "validation")
 BATCH_CHARS = 4_000_000  # text encoded at once: enough to keep every core busy, small next to any memory
+JOURNAL_SECONDS = 5.0  # at most so much work is lost when a packing is killed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,48 +92,110 @@ def pack_corpus(
     """Tokenises the corpus into `config.dir`/{train,validation}.{bin,json}. One pass, bounded memory.
 
     `progress` is called with the bytes of text done since its last call. Raises UserError when the corpus is missing or
-    empty or the disk is full; packed files of before stay in place until the new ones are whole.
+    empty or the disk is full; packed files of before stay in place until the new ones are whole. What a killed packing of the
+    same corpus has done is taken over.
     """
-    tally = Tally()
-    settings = corpus_settings(config)
-    writers = {split: _Writer(packed_path(config.dir, split), tokenizer) for split in SPLITS}
+    settings = json.loads(json.dumps(corpus_settings(config)))
+    writers = {split: _Writer(packed_path(config.dir, split), tokenizer, settings) for split in SPLITS}
     try:
-        for document in read_documents(config, tally):
-            progress(writers[document.split].add(document))
+        return _pack(config, settings, writers, progress)
+    except _Changed:
         for writer in writers.values():
-            progress(writer.flush())
-        infos = {split: writer.finish(settings, dict(tally.troubles)) for split, writer in writers.items()}
-    except OSError as error:
+            writer.discard()
+        return pack_corpus(config, tokenizer, progress)
+    except (OSError, UserError) as error:  # a kill or Ctrl-C leaves the partial files for the next call
+        for writer in writers.values():
+            writer.discard()
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"cannot write packed data in {config.dir}: {error.strerror or error}") from error
     finally:
         for writer in writers.values():
-            writer.discard()
-    return infos, tally
+            writer.file.close()
+
+
+def _pack(
+    config: DataConfig, settings: dict, writers: dict[str, "_Writer"], progress: Callable[[int], None]
+) -> tuple[dict[str, PackedInfo], Tally]:
+    tally = Tally()
+    for document in read_documents(config, tally):
+        progress(writers[document.split].add(document))
+    for writer in writers.values():
+        progress(writer.flush())
+    return {split: writer.finish(settings, dict(tally.troubles)) for split, writer in writers.items()}, tally
+
+
+def documents_done(config: DataConfig) -> int:
+    """Documents that a killed packing in `config.dir` has behind it; 0 where there is none."""
+    done = 0
+    for split in SPLITS:
+        try:
+            done += json.loads(Path(f"{packed_path(config.dir, split)}.partial.json").read_text(encoding="utf-8"))["num_documents"]
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+    return done
+
+
+class _Changed(Exception):
+    """The documents that a partial file was made from are not those of the corpus."""
 
 
 class _Writer:
     """Collects documents, encodes them in batches, appends their tokens to `path`.partial."""
 
-    def __init__(self, path: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: str, tokenizer: Tokenizer, settings: dict) -> None:
         self.path, self.partial, self.tokenizer = path, f"{path}.partial", tokenizer
+        self.journal, self.settings, self.saved = Path(f"{self.partial}.json"), settings, time.monotonic()
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         self.texts: list[str] = []
         self.chars = self.num_tokens = self.num_documents = self.text_bytes = self.flushed_bytes = 0
         self.source_hash, self.sha256 = hashlib.sha256(), hashlib.sha256()
+        self.seen, self.skip, self.expected = 0, 0, ""
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self.file = open(self.partial, "wb")
+            self.file = self._reopen() or open(self.partial, "wb")
         except OSError as error:
             raise UserError(f"cannot write {self.partial}: {error.strerror or error}") from error
+
+    def _reopen(self) -> BinaryIO | None:
+        """The partial file of a killed packing of the same corpus and tokenizer, at its end; None where there is none."""
+        try:
+            done = json.loads(self.journal.read_text(encoding="utf-8"))
+            same = done["tokenizer"] == self.tokenizer.fingerprint and done["settings"] == self.settings
+            size = done["num_tokens"] * self.dtype.itemsize
+            if not same or os.path.getsize(self.partial) < size:
+                return None
+            self.num_tokens, self.num_documents = done["num_tokens"], done["num_documents"]
+            self.skip, self.expected = done["num_documents"], done["source_hash"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        file = open(self.partial, "r+b")
+        file.truncate(size)
+        while chunk := file.read(1 << 24):
+            self.sha256.update(chunk)
+        return file
+
+    def _save_journal(self) -> None:
+        self.file.flush()
+        done = {"num_tokens": self.num_tokens, "num_documents": self.num_documents, "source_hash": self.source_hash.hexdigest()}
+        done |= {"tokenizer": self.tokenizer.fingerprint, "settings": self.settings}
+        write_whole(str(self.journal), json.dumps(done).encode())
+        self.saved = time.monotonic()
 
     def add(self, document: Document) -> int:
         """Takes a document; returns the bytes of text that were encoded on this occasion."""
         raw = document.text.encode()
-        self.texts.append(document.text)
-        self.chars += len(document.text)
         self.text_bytes += len(raw)
         self.source_hash.update(f"{document.key}\0{len(raw)}\0".encode("utf-8", "surrogateescape"))
         self.source_hash.update(raw)
+        self.seen += 1
+        if self.seen <= self.skip:
+            if self.seen == self.skip and self.source_hash.hexdigest() != self.expected:
+                raise _Changed
+            self.flushed_bytes = self.text_bytes
+            return len(raw)
+        self.texts.append(document.text)
+        self.chars += len(document.text)
         return self.flush() if self.chars >= BATCH_CHARS else 0
 
     def flush(self) -> int:
@@ -138,10 +206,14 @@ class _Writer:
             self.file.write(tokens.data)
         self.num_documents += len(self.texts)
         self.texts, self.chars = [], 0
+        if time.monotonic() - self.saved > JOURNAL_SECONDS:
+            self._save_journal()
         done, self.flushed_bytes = self.text_bytes - self.flushed_bytes, self.text_bytes
         return done
 
     def finish(self, settings: dict, troubles: dict[str, int]) -> PackedInfo:
+        if self.seen < self.skip:  # the corpus has lost documents
+            raise _Changed
         info = PackedInfo(
             format=FORMAT, num_tokens=self.num_tokens, num_documents=self.num_documents, text_bytes=self.text_bytes,
             dtype=self.dtype.str, vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id,
@@ -155,9 +227,11 @@ class _Writer:
         description.unlink(missing_ok=True)  # an old description must never stand beside new tokens
         os.replace(self.partial, self.path)
         write_whole(str(description), (json.dumps(asdict(info), indent=1) + "\n").encode())
+        self.journal.unlink(missing_ok=True)
         return info
 
     def discard(self) -> None:
         """Removes what `finish` has not renamed."""
         self.file.close()
+        self.journal.unlink(missing_ok=True)
         Path(self.partial).unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.training.corpora import EOS, TOKENIZER, ByteTokenizer, text_config, w
 from training import packing
 from training.data import IGNORED, PackedDataset, make_batch
 from training.errors import UserError
-from training.packing import pack_corpus, packed_path, read_info, stale_reason
+from training.packing import SPLITS, documents_done, pack_corpus, packed_path, read_info, stale_reason
 
 
 def pack(config):
@@ -81,6 +82,69 @@ def test_failing_halfway_leaves_the_old_files_and_no_partial_ones(tmp_path):
         pack_corpus(config, DiskFull())
     assert read_info(packed_path(config.dir, "train")) == before
     assert not [name for name in os.listdir(config.dir) if name.endswith(".partial")]
+
+
+class Killed(BaseException):
+    """As Ctrl-C: not an Exception."""
+
+
+def killed_after(tmp_path, monkeypatch, batches):
+    """Packs 40 files in batches of a few; dies after some of them. Returns the config and a counter of encoded texts."""
+    monkeypatch.setattr(packing, "BATCH_CHARS", 50)
+    monkeypatch.setattr(packing, "JOURNAL_SECONDS", 0.0)
+    write(tmp_path, **{f"f{i:02}__txt": f"text number {i} " * (1 + i % 3) for i in range(40)})
+    config, encoded = text_config(tmp_path, validation_fraction=0.3), []
+
+    class Dying(ByteTokenizer):
+        def encode_batch(self, texts):
+            if len(encoded) == batches:
+                raise Killed
+            encoded.append(len(texts))
+            return super().encode_batch(texts)
+
+    with pytest.raises(Killed):
+        pack_corpus(config, Dying())
+    return config
+
+
+def files_of(config):
+    return {s: (Path(packed_path(config.dir, s)).read_bytes(), read_info(packed_path(config.dir, s))) for s in SPLITS}
+
+
+def test_a_killed_packing_goes_on_where_it_was(tmp_path, monkeypatch):
+    config = killed_after(tmp_path, monkeypatch, 7)
+    done, encoded = documents_done(config), []
+    assert 0 < done < 40
+
+    class Counting(ByteTokenizer):
+        def encode_batch(self, texts):
+            encoded.extend(texts)
+            return super().encode_batch(texts)
+
+    pack_corpus(config, Counting())
+    resumed = files_of(config)
+    assert len(encoded) == 40 - done
+    assert not [name for name in os.listdir(config.dir) if "partial" in name]
+    pack_corpus(config, ByteTokenizer())
+    assert files_of(config) == resumed
+
+
+def test_a_killed_packing_of_another_corpus_or_a_cut_file_is_not_taken_over(tmp_path, monkeypatch):
+    config = killed_after(tmp_path, monkeypatch, 7)
+    stat = os.stat(tmp_path / "f00.txt")
+    text = (tmp_path / "f00.txt").read_text()
+    write(tmp_path, f00__txt=text.replace("text", "TEXT"))  # same size and, below, same time: only the hash can tell
+    os.utime(tmp_path / "f00.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    pack_corpus(config, ByteTokenizer())
+    tokens = files_of(config)["train"][0] + files_of(config)["validation"][0]
+    assert np.array(TOKENIZER.encode("TEXT"), "<u2").tobytes() in tokens
+    config = killed_after(tmp_path, monkeypatch, 5)
+    for path in Path(config.dir).glob("*.partial"):
+        path.write_bytes(b"")
+    pack_corpus(config, ByteTokenizer())
+    resumed = files_of(config)
+    pack_corpus(config, ByteTokenizer())
+    assert files_of(config) == resumed
 
 
 def test_damaged_packed_files_are_named(tmp_path):
