@@ -12,8 +12,10 @@ from fp8.optimizer import AdamW
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from fp8.weight import weights
-from model.loss import NumValid
+from model import transformer
+from model.loss import NumValid, count_valid
 from model.transformer import initial_values
+from tests.model.tiny import batch, build, optimizer_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "forking.md").read_text()
 
@@ -23,7 +25,7 @@ def page() -> dict[str, object]:
     """Names that the page's code blocks define."""
     names: dict[str, object] = {"__name__": "forking"}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/forking.md", "exec"), names)
+        exec(compile(block, "docs/forking.md", "exec"), names)  # the page is ours; running it is the test
     return names
 
 
@@ -43,6 +45,22 @@ def test_the_block_of_the_page_learns(page: dict[str, object], recipe: str) -> N
         optimizer.step(lr=1e-2)
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0], losses
+
+
+def test_the_block_of_the_page_trains_inside_the_model(page: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer, "DenseBlock", page["SquaredReluBlock"])
+    model = build(Recipe.block(), num_nextn_predict_layers=0)
+    assert isinstance(model.layers[0].block, page["SquaredReluBlock"])
+    optimizer = optimizer_of(model)
+    tokens, labels = batch()
+    losses = []
+    for _ in range(8):
+        result = model(tokens, labels, count_valid(tokens, labels))
+        result.total.backward()
+        optimizer.step(lr=1e-2)
+        losses.append(result.total.item())
+    assert losses[-1] < 0.8 * losses[0], losses
+    assert "layers.0.block.mlp.up" in dict(weights(model))
 
 
 def test_the_changed_recipe_uses_e5m2_for_gradients_only(page: dict[str, object]) -> None:
