@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 
+import numpy as np
 from tqdm import tqdm
 
 from training.corpus import DataConfig, corpus_bytes
@@ -41,7 +42,16 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
             f"{packed_path(config.dir, split)}: {info.num_documents:,} documents, {info.num_tokens:,} tokens, "
             f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
         )
+    if all(info.num_tokens for info in infos.values()):
+        print(f"unigram entropy of the validation text: {unigram_nats(config, infos):.3f} nats/token; a model has to get well below it")
     return infos
+
+
+def unigram_nats(config: DataConfig, infos: dict[str, PackedInfo]) -> float:
+    """Cross-entropy of the validation tokens under the training tokens' frequencies (add-one), nats a token."""
+    tokens = {split: np.memmap(packed_path(config.dir, split), dtype=infos[split].dtype, mode="r") for split in SPLITS}
+    counts = np.bincount(tokens["train"], minlength=infos["train"].vocab_size).astype(np.float64) + 1
+    return float(-np.log(counts / counts.sum())[tokens["validation"]].mean())
 
 
 def main(arguments: list[str] | None = None) -> None:
