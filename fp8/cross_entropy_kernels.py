@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import exp2, load_bf16x4, store_columns, store_rows
+from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
@@ -111,7 +112,7 @@ def statistics(logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tens
     peak, total, picked = torch.empty((3, rows), dtype=torch.float32, device=logits_CV.device)
     _softmax_statistics[(rows,)](
         logits_CV, label_C, peak, total, picked, cols,
-        COLS=min(STATISTICS_COLS, triton.next_power_of_2(cols)), HARDWARE=not INTERPRETED, num_warps=STATISTICS_WARPS,
+        COLS=min(STATISTICS_COLS, next_power_of_2(cols)), HARDWARE=not INTERPRETED, num_warps=STATISTICS_WARPS,
     )  # fmt: skip
     return peak, total, picked
 
@@ -125,11 +126,11 @@ def gradient(
     """
     rows, cols = logits_CV.shape
     assert cols % 4 == 0, f"vocabulary {cols} is not a multiple of 4"
-    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    rows_p = cdiv(rows, BLOCK) * BLOCK
     q, si = _empty_fp8(rows, cols, like=logits_CV), _row_scales(rows, cols, logits_CV)
     q_t = _empty_fp8(cols, rows_p, like=logits_CV)
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=logits_CV.device)
-    _softmax_gradient[(rows_p // BLOCK, triton.cdiv(cols, BLOCK))](
+    _softmax_gradient[(rows_p // BLOCK, cdiv(cols, BLOCK))](
         logits_CV.view(torch.int64), lse_C, factor_C, label_C, scale, q.view(torch.int32), si, q_t.view(torch.int32), si_t,
         rows, cols, rows_p // 4, HARDWARE=not INTERPRETED, num_warps=GRADIENT_WARPS,
     )  # fmt: skip
@@ -139,7 +140,7 @@ def gradient(
 def gradient_in_place(logits_CV: Tensor, lse_C: Tensor, factor_C: Tensor, label_C: Tensor, scale: Tensor) -> Tensor:
     """As `gradient`, unquantised, over the logits themselves."""
     rows, cols = logits_CV.shape
-    block = min(STATISTICS_COLS, triton.next_power_of_2(cols))
-    grid = (rows, triton.cdiv(cols, block))
+    block = min(STATISTICS_COLS, next_power_of_2(cols))
+    grid = (rows, cdiv(cols, block))
     _softmax_gradient_plain[grid](logits_CV, lse_C, factor_C, label_C, scale, cols, COLS=block, num_warps=8)
     return logits_CV

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.launch import cdiv
+
 CHUNK, COLS = 32, 64
 
 
@@ -75,9 +77,9 @@ def add_rows(out_VD: Tensor, tokens_T: Tensor, dy_TD: Tensor) -> None:
     if count == 0:
         return
     ordered, order = torch.sort(tokens_T, stable=True)
-    chunks = triton.cdiv(count, CHUNK)
+    chunks = cdiv(count, CHUNK)
     parts = torch.empty((chunks, 2, dim), dtype=torch.float32, device=out_VD.device)
-    _sum_chunks[(chunks, triton.cdiv(dim, COLS))](
+    _sum_chunks[(chunks, cdiv(dim, COLS))](
         dy_TD.contiguous(), ordered, order, out_VD, parts, count, dim, CHUNK=CHUNK, COLS=COLS, num_warps=4
     )
-    _join_parts[(chunks, triton.cdiv(dim, 1024))](ordered, out_VD, parts, count, dim, CHUNK=CHUNK, COLS=1024, num_warps=4)
+    _join_parts[(chunks, cdiv(dim, 1024))](ordered, out_VD, parts, count, dim, CHUNK=CHUNK, COLS=1024, num_warps=4)

@@ -54,10 +54,13 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128 if rank == 2 else 0, element_bitwidth=bits, rank=rank)
+
+
 def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
-    bits = 8 * t.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128 if t.dim() == 2 else 0, element_bitwidth=bits, rank=t.dim())
-    return TensorDescriptor.from_tensor(t, block, layout)
+    return TensorDescriptor.from_tensor(t, block, _layout(8 * t.element_size(), t.dim()))
 
 
 def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: bool, add: bool, tile: Tile) -> None:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.launch import cdiv
+
 SIZE = 8192
 
 
@@ -30,5 +32,5 @@ def store_groups(y_ENK: Tensor, counts_E: Tensor, out_ENK: Tensor, accumulate: b
     """out (+)= y of the experts that have rows; the others become zero (or stay, when accumulating)."""
     assert y_ENK.is_contiguous() and out_ENK.is_contiguous()
     size = y_ENK[0].numel()
-    grid = (triton.cdiv(size, SIZE), y_ENK.shape[0])
+    grid = (cdiv(size, SIZE), y_ENK.shape[0])
     _store_groups[grid](y_ENK, counts_E, out_ENK, size, ACCUMULATE=accumulate, SIZE=SIZE, num_warps=8)

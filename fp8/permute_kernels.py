@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
+from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED, _row_scales
 from fp8.quantized import Quantized
 
@@ -159,10 +160,10 @@ def gather_rows(x: Quantized, index_R: Tensor, per_source: int, live_B: Tensor |
     tiled = x.scale_inv is not None and x.tile[0] == 1
     si = _row_scales(rows, x.data.shape[1], y) if tiled else x.scale_inv
     scales = x.scale_inv.shape[1] if tiled else 0
-    _gather_rows[(triton.cdiv(rows, ROWS), triton.cdiv(words, WORDS))](
+    _gather_rows[(cdiv(rows, ROWS), cdiv(words, WORDS))](
         data.view(torch.int32), x.scale_inv if tiled else y.view(torch.int32), index_R, index_R if live_B is None else live_B,
         y.view(torch.int32), si if tiled else y.view(torch.int32), sources, rows, words, scales,
-        K=per_source, ROWS=ROWS, WORDS=WORDS, SCALES=triton.next_power_of_2(scales) if tiled else 0, LIVE=live_B is not None,
+        K=per_source, ROWS=ROWS, WORDS=WORDS, SCALES=next_power_of_2(scales) if tiled else 0, LIVE=live_B is not None,
         num_warps=4,
     )  # fmt: skip
     return Quantized(y, si, x.tile)
@@ -172,8 +173,8 @@ def sum_rows(y_RD: Tensor, row_Tk: Tensor, plus_TD: Tensor | None = None) -> Ten
     """[R, D] -> [T, D] in y's dtype: FP32 sum of rows row[t] (negative: none), plus `plus_TD`."""
     (tokens, k), cols = row_Tk.shape, y_RD.shape[1]
     out = torch.empty((tokens, cols), dtype=y_RD.dtype, device=y_RD.device)
-    block = min(SUM_COLS, triton.next_power_of_2(cols))
-    _sum_rows[(tokens, triton.cdiv(cols, block))](
+    block = min(SUM_COLS, next_power_of_2(cols))
+    _sum_rows[(tokens, cdiv(cols, block))](
         y_RD, row_Tk, y_RD if plus_TD is None else plus_TD.contiguous(), out, cols, K=k, COLS=block, PLUS=plus_TD is not None,
         ROUND=out.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=4,
     )  # fmt: skip
@@ -183,26 +184,26 @@ def sum_rows(y_RD: Tensor, row_Tk: Tensor, plus_TD: Tensor | None = None) -> Ten
 def gather_values(x: Tensor, index: Tensor) -> Tensor:
     """x[index] of two flat tensors, zero where the index is negative."""
     out = torch.empty(index.shape, dtype=x.dtype, device=x.device)
-    _gather_values[(triton.cdiv(index.numel(), 1024),)](x, index, out, index.numel(), SIZE=1024, num_warps=4)
+    _gather_values[(cdiv(index.numel(), 1024),)](x, index, out, index.numel(), SIZE=1024, num_warps=4)
     return out
 
 
 def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """(row [T, k], slot [max_rows], tensors of its `Groups`) of `permute.Permutation`: no sort, no host synchronisation."""
     count, device = ids_Tk.numel(), ids_Tk.device
-    blocks, row_blocks = triton.cdiv(count, SLOTS), max_rows // 128
+    blocks, row_blocks = cdiv(count, SLOTS), max_rows // 128
     hist = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
     counts, starts, ends = torch.empty((3, num_experts), dtype=torch.int32, device=device)
     block_expert = torch.empty(row_blocks, dtype=torch.int32, device=device)
     row = torch.empty(ids_Tk.shape, dtype=torch.int64, device=device)
     slot = torch.empty(max_rows, dtype=torch.int64, device=device)
     ids = ids_Tk.contiguous()
-    bins = triton.next_power_of_2(num_experts + 1)
+    bins = next_power_of_2(num_experts + 1)
     _count_slots[(blocks,)](ids, hist, count, num_experts, SLOTS=SLOTS, EXPERTS=bins, num_warps=4)
-    _scan_blocks[(triton.cdiv(num_experts, 8),)](hist, counts, blocks, num_experts, BLOCKS=256, EXPERTS=8, num_warps=4)
-    _lay_out[(triton.cdiv(row_blocks, 32),)](
+    _scan_blocks[(cdiv(num_experts, 8),)](hist, counts, blocks, num_experts, BLOCKS=256, EXPERTS=8, num_warps=4)
+    _lay_out[(cdiv(row_blocks, 32),)](
         counts, starts, ends, block_expert, slot, row_blocks, num_experts,
-        BLOCKS=32, EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
+        BLOCKS=32, EXPERTS=next_power_of_2(num_experts), num_warps=4,
     )  # fmt: skip
     _place_slots[(blocks,)](ids, hist, starts, row, slot, count, num_experts, SLOTS=SLOTS, num_warps=8)
     return row, slot, (counts, starts, ends, block_expert)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
+from fp8.launch import cdiv
 from fp8.quantize_kernels import INTERPRETED
 
 FORWARD_ROWS, BACKWARD_ROWS, WARPS = 32, 16, 4
@@ -158,7 +159,7 @@ def forward(qkv: Tensor, wq_d: Tensor, wk_d: Tensor, cos: Tensor, sin: Tensor, h
     tokens, total, d = qkv.shape
     kv = (total - heads) // 2
     y = torch.empty((tokens, heads + kv, d), dtype=qkv.dtype, device=qkv.device)
-    _qk_norm_rope[(heads + kv, triton.cdiv(tokens, FORWARD_ROWS))](
+    _qk_norm_rope[(heads + kv, cdiv(tokens, FORWARD_ROWS))](
         qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), y, tokens, eps, H=heads, K=kv, D=d, R=cos.shape[-1],
         ROWS=FORWARD_ROWS, ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=WARPS,
     )  # fmt: skip
@@ -176,7 +177,7 @@ def backward(
     """dq [T, H, d], dk, dv [T, K, d] -> (dqkv [T, H + 2K, d], dw of the q norm [d], of the k norm [d]), dw in fp32."""
     (tokens, total, d), heads, kv = qkv.shape, dq.shape[1], dk.shape[1]
     dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
-    dx, programs = torch.empty_like(qkv), min(BACKWARD_PROGRAMS, triton.cdiv(tokens, BACKWARD_ROWS))
+    dx, programs = torch.empty_like(qkv), min(BACKWARD_PROGRAMS, cdiv(tokens, BACKWARD_ROWS))
     dw = torch.empty((programs, heads + kv, d), dtype=torch.float32, device=qkv.device)
     _qk_norm_rope_backward[(total, programs)](
         qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), dq, dk, dv, dx, dw,

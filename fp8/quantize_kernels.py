@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.launch import cdiv
 from fp8.quantize_device import (
     abs_bits,
     encode_bytes,
@@ -173,7 +174,7 @@ def _empty_fp8(*shape: int, like: Tensor) -> Tensor:
 
 def _row_scales(rows: int, cols: int, like: Tensor) -> Tensor:
     """[rows, ceil(cols / 128)] fp32, strides (1, rows)."""
-    return torch.empty((triton.cdiv(cols, BLOCK), rows), dtype=torch.float32, device=like.device).t()
+    return torch.empty_strided((rows, cdiv(cols, BLOCK)), (1, rows), dtype=torch.float32, device=like.device)
 
 
 def quantize_rows(x_RC: Tensor) -> Quantized:
@@ -181,7 +182,7 @@ def quantize_rows(x_RC: Tensor) -> Quantized:
     rows, cols = x_RC.shape
     q, si = _empty_fp8(rows, cols, like=x_RC), _row_scales(rows, cols, x_RC)
     tile_rows = 64
-    grid = (triton.cdiv(cols, BLOCK), triton.cdiv(rows, tile_rows))
+    grid = (cdiv(cols, BLOCK), cdiv(rows, tile_rows))
     _quantize_rows[grid](x_RC, q.view(torch.uint8), si, rows, cols, ROWS=tile_rows, HARDWARE=not INTERPRETED, num_warps=4)
     return Quantized(q, si, (1, BLOCK))
 
@@ -191,7 +192,7 @@ def quantize_blocks(w: Tensor) -> Quantized:
     rows, cols = w.shape[-2:]
     stack = w.numel() // (rows * cols)
     q = torch.empty_like(w, dtype=torch.float8_e4m3fn)
-    nr, nc = triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK)
+    nr, nc = cdiv(rows, BLOCK), cdiv(cols, BLOCK)
     si = torch.empty((*w.shape[:-2], nr, nc), dtype=torch.float32, device=w.device)
     _quantize_blocks[(nc, nr, stack)](w, q.view(torch.uint8), si, rows, cols, HARDWARE=not INTERPRETED, num_warps=8)
     return Quantized(q, si, (BLOCK, BLOCK))
@@ -206,13 +207,13 @@ def quantize_transposed(
         live_B: int32 [Rp / 128]; blocks with a negative entry are neither read nor written.
     """
     rows, cols = x_RC.shape
-    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    rows_p = cdiv(rows, BLOCK) * BLOCK
     q_t = _empty_fp8(cols, rows_p, like=x_RC)
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=x_RC.device)
     q = _empty_fp8(rows, cols, like=x_RC) if both else q_t
     si = _row_scales(rows, cols, x_RC) if both else si_t
     words, warps = LAUNCH["both" if both else "transposed"]
-    _quantize_transposed[(triton.cdiv(cols, 4 * words), rows_p // BLOCK)](
+    _quantize_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
         x_RC.view(torch.int64), q.view(torch.int32), si, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, rows_p // 4, BOTH=both, WORDS=words, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
         num_warps=warps,
@@ -223,11 +224,11 @@ def quantize_transposed(
 def retile_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantized:
     """[R, C] with 1x128 tiles -> its transpose [C, Rp] with 1x128 tiles along R: a gradient that arrived in FP8."""
     rows, cols = q_RC.shape
-    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    rows_p = cdiv(rows, BLOCK) * BLOCK
     q_t = _empty_fp8(cols, rows_p, like=q_RC.data)
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=q_RC.device)
     words, warps = LAUNCH["retile"]
-    _retile_transposed[(triton.cdiv(cols, 4 * words), rows_p // BLOCK)](
+    _retile_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
         q_RC.data.view(torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, rows_p // 4, WORDS=words, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
         num_warps=warps,

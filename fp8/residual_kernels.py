@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
+from fp8.launch import cdiv
 from fp8.quantize_kernels import INTERPRETED
 
 SIZE = 4096
@@ -26,7 +27,7 @@ def add(h: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
     """h + a [+ b], BF16 of one shape."""
     h, out = h.contiguous(), torch.empty(h.shape, dtype=h.dtype, device=h.device)
     second = a if b is None else b
-    _add[(triton.cdiv(h.numel(), SIZE),)](
+    _add[(cdiv(h.numel(), SIZE),)](
         h, a.contiguous(), second.contiguous(), out, h.numel(), TWO=b is not None, SIZE=SIZE, HARDWARE=not INTERPRETED, num_warps=8
     )
     return out

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
+from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
@@ -94,7 +95,7 @@ def _rms_norm_backward(
 
 def _tile(dim: int) -> tuple[int, int, int]:
     """(rows, blocks of 128 features, warps) of a tile of whole rows."""
-    blocks = triton.next_power_of_2(triton.cdiv(dim, BLOCK))
+    blocks = next_power_of_2(cdiv(dim, BLOCK))
     rows = max(1, TILE // (blocks * BLOCK))
     return rows, blocks, min(16, max(4, rows * blocks * BLOCK // 512))
 
@@ -107,7 +108,7 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
     unused = torch.empty(1, dtype=torch.float32, device=h.device)  # of the right type: another would be another kernel
     tile_rows, blocks, warps = _tile(dim)
-    _rms_norm[(triton.cdiv(rows, tile_rows),)](
+    _rms_norm[(cdiv(rows, tile_rows),)](
         h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else unused.view(torch.uint8),
         q.scale_inv if quantized else unused, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks,
         ROUND=h.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=warps,
@@ -122,7 +123,7 @@ def backward(
     h, dim = h_TD.contiguous(), h_TD.shape[-1]
     rows = h.numel() // dim
     tile_rows, blocks, warps = _tile(dim)
-    programs = min(BACKWARD_PROGRAMS, triton.cdiv(rows, tile_rows))
+    programs = min(BACKWARD_PROGRAMS, cdiv(rows, tile_rows))
     stages = max(1, min(3, 1 + ROW_BUFFER // (tile_rows * blocks * BLOCK * h.element_size())))
     dh, dw = torch.empty_like(h), torch.empty((programs, dim), dtype=torch.float32, device=h.device)
     _rms_norm_backward[(programs,)](

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
+from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED
 
 ROWS, WARPS = 8, 4
@@ -136,9 +137,9 @@ def route(
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     weights = torch.empty((rows, k), dtype=torch.float32, device=device)
     lse = torch.empty(rows, dtype=torch.float32, device=device)
-    _route[(triton.cdiv(rows, ROWS),)](
+    _route[(cdiv(rows, ROWS),)](
         logits_TE, bias_E, ids, weights, lse, ids if counts_E is None else counts_E, rows, factor, E=experts, G=n_group,
-        TOPK_GROUP=topk_group, K=k, KP=triton.next_power_of_2(k), ROWS=ROWS, COUNT=counts_E is not None, num_warps=WARPS,
+        TOPK_GROUP=topk_group, K=k, KP=next_power_of_2(k), ROWS=ROWS, COUNT=counts_E is not None, num_warps=WARPS,
     )  # fmt: skip
     return ids, weights, lse
 
@@ -149,9 +150,9 @@ def route_backward(
     """dlogits [T, E] fp32."""
     (rows, experts), k = logits_TE.shape, ids_Tk.shape[1]
     dlogits = torch.empty_like(logits_TE)
-    _route_backward[(triton.cdiv(rows, ROWS),)](
+    _route_backward[(cdiv(rows, ROWS),)](
         logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(), dlogits, rows, factor,
-        E=experts, K=k, KP=triton.next_power_of_2(k), ROWS=ROWS, num_warps=WARPS,
+        E=experts, K=k, KP=next_power_of_2(k), ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
     return dlogits
 
@@ -164,7 +165,7 @@ def split_bf16(x_RC: Tensor, parts: tuple[int, int, int, int], along_rows: bool)
     x, (rows, cols) = x_RC.contiguous(), x_RC.shape
     out = torch.empty((4 * rows, cols) if along_rows else (rows, 4 * cols), dtype=torch.bfloat16, device=x.device)
     row_stride, part_stride = (cols, rows * cols) if along_rows else (4 * cols, cols)
-    _split_bf16[(triton.cdiv(x.numel(), 2048),)](
+    _split_bf16[(cdiv(x.numel(), 2048),)](
         x, out, x.numel(), cols, row_stride, part_stride, *parts, SIZE=2048, HARDWARE=not INTERPRETED, num_warps=4
     )
     return out

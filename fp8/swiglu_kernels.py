@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import decode_bytes, load_bf16x4, round_bf16, sigmoid, store_columns, store_rows
+from fp8.launch import cdiv
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale, unpack4
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
@@ -219,7 +220,7 @@ def quantize_swiglu(
     data = h.data if stored else h
     h_q = h if stored else Quantized(_empty_fp8(rows, 2 * width, like=data), _row_scales(rows, 2 * width, data), (1, BLOCK))
     a_q = Quantized(_empty_fp8(rows, width, like=data), _row_scales(rows, width, data), (1, BLOCK))
-    grid = (width // BLOCK, triton.cdiv(rows, FORWARD_ROWS))
+    grid = (width // BLOCK, cdiv(rows, FORWARD_ROWS))
     _swiglu_quantize[grid](
         data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv,
         a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.uint8), a_q.scale_inv,
@@ -234,7 +235,7 @@ def backward(
 ) -> tuple[Quantized, Quantized, Tensor | None]:
     """Stored h [R, 2f] and da [R, f] BF16 -> (dh [R, 2f], dh transposed [2f, Rp] tiled along rows, dw [R] fp32 or None)."""
     rows, width = da_Rf.shape
-    rows_p = triton.cdiv(rows, BLOCK) * BLOCK
+    rows_p = cdiv(rows, BLOCK) * BLOCK
     dh, si = _empty_fp8(rows, 2 * width, like=da_Rf), _row_scales(rows, 2 * width, da_Rf)
     dh_t = _empty_fp8(2 * width, rows_p, like=da_Rf)
     si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
@@ -253,10 +254,10 @@ def plain(h_q: Quantized, w_R: Tensor | None, da_Rf: Tensor | None, live_B: Tens
     h, si, stored = h_q.data, h_q.scale_inv, h_q.scale_inv is not None
     rows, width = h.shape[0], h.shape[1] // 2
     out = torch.empty((rows, width if da_Rf is None else 2 * width), dtype=torch.bfloat16, device=h.device)
-    blocks = triton.cdiv(width, BLOCK)
+    blocks = cdiv(width, BLOCK)
     backward = da_Rf is not None
     dw = torch.empty((blocks, rows), dtype=torch.float32, device=h.device) if backward and w_R is not None else None
-    _swiglu_plain[(blocks, triton.cdiv(rows, FORWARD_ROWS))](
+    _swiglu_plain[(blocks, cdiv(rows, FORWARD_ROWS))](
         h.view(torch.uint8) if stored else h, si if stored else h, out if w_R is None else w_R,
         da_Rf.contiguous() if backward else out, out, out if dw is None else dw, out if live_B is None else live_B, rows, width,
         ROWS=FORWARD_ROWS, STORED=stored, BACKWARD=backward, WEIGHTED=w_R is not None, LIVE=live_B is not None,

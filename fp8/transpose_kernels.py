@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.launch import cdiv
 from fp8.quantize_device import byte_column, join4, load_row, shift_word, split4, store_transposed
 from fp8.quantized import Quantized
 
@@ -63,7 +64,7 @@ def _transpose_words(
 def requantize_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantized:
     """[R, C] with 1x128 tiles -> [C, Rp] with 128x128 tiles; see quantize.requantize_t_ref."""
     rows, cols = q_RC.shape
-    nr, nc = triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK)
+    nr, nc = cdiv(rows, BLOCK), cdiv(cols, BLOCK)
     q_t = torch.empty(cols, nr * BLOCK, dtype=q_RC.data.dtype, device=q_RC.device)
     si_t = torch.empty((nc, nr), dtype=torch.float32, device=q_RC.device)
     _transpose_words[(nc, nr, 1)](
@@ -79,7 +80,7 @@ def transpose_codes(w: Tensor) -> Tensor:
     rows, cols = w.shape[-2:]
     out = torch.empty((*w.shape[:-2], cols, rows), dtype=w.dtype, device=w.device)
     words, words_t = w.view(torch.int32), out.view(torch.int32)
-    grid = (triton.cdiv(cols, BLOCK), triton.cdiv(rows, BLOCK), w.numel() // (rows * cols))
+    grid = (cdiv(cols, BLOCK), cdiv(rows, BLOCK), w.numel() // (rows * cols))
     _transpose_words[grid](
         words, words, words_t, words_t, words, rows, cols, rows // 4,
         RESCALE=False, LIVE=False, HARDWARE=not INTERPRETED, num_warps=4,
