@@ -6,6 +6,7 @@ Shapes: T = B * S tokens, t = T / tp of this rank (every rank routes its own), D
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8.recipe import Recipe
@@ -31,16 +32,16 @@ def router_z_loss(lse_T: Tensor) -> Tensor:
 def sequence_balance_loss(routing: Routing, seq_len: int, tp: Axis) -> Tensor:
     """This rank's tokens' part of the sum over sequences of sum_e f_e P_e (DeepSeek-V3, eq. 17-20): 1 a balanced sequence.
 
-    f_e: share of the sequence's slots that expert e got, times E. P_e: mean over tokens of s_e / sum s. The floor under sum s is
-    the router's own 1e-20, so that vanishing scores stay finite.
+    f_e: share of the sequence's slots that expert e got, times E. P_e: mean over tokens of s_e / sum s, from the logarithms of the
+    scores s, so that vanishing ones keep their shares.
     """
-    scores, ids = routing.scores_TE, routing.ids_Tk
-    tokens, num_experts, k = *scores.shape, ids.shape[1]
+    logits, ids = routing.logits_TE, routing.ids_Tk
+    tokens, num_experts, k = *logits.shape, ids.shape[1]
     sequence_t = torch.arange(tp.rank * tokens, (tp.rank + 1) * tokens, device=ids.device) // seq_len
-    zeros = scores.new_zeros(tokens * tp.size // seq_len, num_experts)
-    chosen = torch.zeros_like(scores).scatter_(1, ids, 1.0)
+    zeros = logits.new_zeros(tokens * tp.size // seq_len, num_experts)
+    chosen = torch.zeros_like(logits).scatter_(1, ids, 1.0)
     fraction = all_reduce(zeros.index_add(0, sequence_t, chosen), tp, "router") * (num_experts / (k * seq_len))
-    share = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    share = F.logsigmoid(logits).softmax(-1)
     return (fraction * zeros.index_add(0, sequence_t, share)).sum() / seq_len
 
 

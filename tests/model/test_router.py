@@ -122,11 +122,30 @@ def test_auxiliary_losses_do_not_depend_on_micro_batching(kind: str) -> None:
         assert relative_error(grad, results[0][1]) < 1e-5
 
 
-def test_balance_loss_stays_finite_and_at_least_one_for_vanishing_scores() -> None:
-    scores = torch.full((8, 8), 1e-30)
+def balance_loss(ids_Tk: torch.Tensor, logits_TE: torch.Tensor) -> float:
+    """The balance loss of one sequence."""
+    routing = Routing(ids_Tk, torch.ones(ids_Tk.shape), logits_TE.logsumexp(-1), logits_TE)
+    return sequence_balance_loss(routing, seq_len=len(ids_Tk), tp=Axis.solo()).item()
+
+
+@pytest.mark.parametrize("num_experts", [8, 16])
+def test_balance_loss_is_one_when_balanced_however_many_experts(num_experts: int) -> None:
+    ids = torch.arange(2 * num_experts).remainder(num_experts).view(num_experts, 2)
+    assert balance_loss(ids, torch.zeros(num_experts, num_experts)) == pytest.approx(1.0, abs=1e-6)
+    # one expert preferred by every token and chosen in every first slot: f = E / 2 there, P its share of the scores
+    skewed = torch.zeros(num_experts, num_experts)
+    skewed[:, 0] = 100.0
+    share = 1 / (1 + 0.5 * (num_experts - 1))
+    others = (1 - share) * num_experts / (2 * (num_experts - 1))
+    ids = torch.stack([torch.zeros(num_experts - 1), torch.arange(1, num_experts)], dim=1).long()
+    assert balance_loss(ids, skewed[1:]) == pytest.approx(share * num_experts / 2 + others, rel=1e-5)
+
+
+@pytest.mark.parametrize("logit", [0.0, -69.0, -200.0])
+def test_balance_loss_stays_at_least_one_for_vanishing_scores(logit: float) -> None:
+    """Scores near 1e-30 (logits of -69), and such as underflow to zero, weigh as their ratios say."""
     ids = torch.arange(8).view(4, 2).repeat(2, 1)
-    ones = torch.ones(8, 8)
-    balanced = sequence_balance_loss(Routing(ids, ones[:, :2], ones, ones), seq_len=8, tp=Axis.solo())
-    assert balanced.item() == pytest.approx(1.0)
-    tiny = sequence_balance_loss(Routing(ids, ones[:, :2], ones, scores), seq_len=8, tp=Axis.solo())
-    assert torch.isfinite(tiny)
+    assert 1 - 1e-5 <= balance_loss(ids, torch.full((8, 8), logit)) <= 1 + 1e-5
+    scores = logit + torch.linspace(0, 3, 8)
+    top = scores.topk(2).indices.expand(8, 2)  # every token to the two largest: f and P are sorted alike
+    assert 1 - 1e-5 <= balance_loss(top, scores.expand(8, 8)) < float("inf")

@@ -58,7 +58,7 @@ class Reference:
         y = routed_experts_ref(x, ids, weights, w[f"{name}.experts.gate_up"], w[f"{name}.experts.down"])
         z = c.router_z_loss_weight * torch.logsumexp(logits, -1).square().mean()
         one_hot = F.one_hot(ids, num_experts).sum(1).float().unflatten(0, (batch, -1))
-        share = (scores / (scores.sum(-1, keepdim=True) + 1e-20)).unflatten(0, (batch, -1))
+        share = F.logsigmoid(logits).softmax(-1).unflatten(0, (batch, -1))
         balance = (one_hot.mean(1) * num_experts / k * share.mean(1)).sum() / batch
         return y + self.mlp(x, f"{name}.shared"), z + c.aux_loss_weight * balance
 
