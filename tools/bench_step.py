@@ -27,15 +27,21 @@ from parallel.mesh import Mesh
 from tools.bench_layer import print_kernels, profile
 from training.graph import GraphedMicroBatch
 
+GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PHASES = ("forward", "backward", "clip", "optimizer")
 
 
 class Stepper:
     """A model, its optimizer, and one batch of random tokens."""
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, stage: int, batch: int, seq_len: int, graph: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, recipe: Recipe, stage: int, batch: int, seq_len: int, graph: bool, grad_dtype: torch.dtype
+    ) -> None:
         with torch.device("cuda"):
             self.model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
+        for _, weight in weights(self.model):
+            if weight.data.dtype != torch.float32:  # norms and router keep FP32 gradients
+                weight.grad_dtype = grad_dtype
         self.optimizer = AdamW(weights(self.model))
         for name, _, value in initial_values(self.model, seed=0):
             self.optimizer.set_master(name, value)
@@ -87,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
     parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph")
     parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
@@ -106,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
     for name in args.recipes:
         torch.cuda.reset_peak_memory_stats()
-        stepper = Stepper(config, getattr(Recipe, name)(), args.stage, args.batch, args.seq, args.graph)
+        stepper = Stepper(config, getattr(Recipe, name)(), args.stage, args.batch, args.seq, args.graph, GRADS[args.grad])
         row: dict[str, object] = {"recipe": name} | measure(stepper, args.steps)
         row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
