@@ -37,9 +37,8 @@ class Axis:
         rank: this process within the axis.
         size: number of ranks.
         traffic: where collectives on this axis count their bytes.
-        wire: how rows that will be summed travel (tp reduce-scatter, ep combine): None in their own dtype, an FP8
-        spec as FP8
-            bytes summed in FP32.
+        wire: how rows that will be summed travel (tp reduce-scatter, ep combine): None in their own dtype, an FP8 spec as FP8
+        bytes that are summed in FP32.
         sequence: tp only: the tokens between dense layers are split over the axis; off, every rank has them all.
     """
 
@@ -93,7 +92,6 @@ def check_layout(
     num_kv_heads: int | None = None,
     tokens: int | None = None,
     widths: Mapping[str, int] | None = None,
-    block: int = 1,
 ) -> list[str]:
     """Reasons why a layout cannot run, each with both numbers; empty when it can. Needs no process group.
 
@@ -101,7 +99,6 @@ def check_layout(
         num_experts, num_heads, num_kv_heads: of the model, where known.
         tokens: of one micro-batch on one dp rank; tp splits them.
         widths: name -> size of each dimension that tp splits (FFN and vocabulary widths).
-        block: what a split width must be a multiple of: 128 in the FP8 recipes, else 1.
     """
     problems = [f"{name} = {n} must be at least 1" for name, n in (("world", world), ("tp", tp), ("ep", ep)) if n < 1]
     if problems:
@@ -119,10 +116,7 @@ def check_layout(
     if num_kv_heads is not None and num_kv_heads % tp and tp % num_kv_heads:
         problems.append(f"num_key_value_heads {num_kv_heads} and tp {tp}: neither is a multiple of the other")
     for name, width in (widths or {}).items():
-        if width % tp:
-            problems.append(f"{name} {width} is not a multiple of tp {tp}")
-        elif width // tp % block:
-            problems.append(f"{name} {width} / tp {tp} = {width // tp} is not a multiple of {block}")
+        divides(tp, "tp", width, name)
     return problems
 
 

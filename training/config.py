@@ -149,7 +149,11 @@ class Config:
             found += model.fp8_problems(max(parallel.tp, 1))
         if self.fp8.overrides and not found and not model.problems():
             found += override_problems(self.fp8.build(), model)
-        widths = {"model.intermediate_size": model.intermediate_size, "model.vocab_size": model.vocab_size}
+        widths = {
+            "model.intermediate_size": model.intermediate_size,
+            "the shared expert's width": model.shared_intermediate_size,
+            "model.vocab_size": model.vocab_size,
+        }
         found += check_layout(
             world_size,
             parallel.tp,
