@@ -57,11 +57,6 @@ class Routing:
     lse_T: Tensor
     logits_TE: Tensor
 
-    @property
-    def scores_TE(self) -> Tensor:
-        """sigmoid(logits), fp32."""
-        return torch.sigmoid(self.logits_TE)
-
 
 class Router(nn.Module):
     """Chooses experts; `expert_bias` (fp32) steers the choice, `counts` (int64) is what was chosen since the last bias update."""

@@ -42,7 +42,7 @@ def test_bias_steers_the_choice_but_not_the_weights() -> None:
     model(tokens, labels, count_valid(tokens, labels))
     routing = seen[0]
     assert (routing.ids_Tk == 3).any(-1).all()
-    chosen = routing.scores_TE.gather(1, routing.ids_Tk)
+    chosen = routing.logits_TE.sigmoid().gather(1, routing.ids_Tk)
     torch.testing.assert_close(routing.weights_Tk, chosen / chosen.sum(-1, keepdim=True) * 2.5)
 
 

@@ -91,13 +91,25 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
         "checkpoint.keep=0 must be at least 1",
     ):
         assert part in text, f"{part!r} is not in\n{text}"
-    assert text.startswith(f"{path}: 14 problems")
+    assert text.startswith(f"{path}: 15 problems")
 
 
 def test_fp8_blocks_name_both_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     assert "hidden_size = 200 is not a multiple of 128" in message(path, "model.hidden_size=200")
     load_config(path, ["model.hidden_size=200", "fp8.recipe=bf16"])
+
+
+def test_every_width_that_tp_splits_is_checked(tmp_path: Path) -> None:
+    """In FP8 also that its parts are whole blocks; the routed experts' width is never split."""
+    path, four = write(tmp_path, ""), ["parallel.tp=4", "model.num_shared_experts=1", "model.num_key_value_heads=4"]
+    odd = ["model.moe_intermediate_size=130", "model.intermediate_size=514", "model.vocab_size=32001"]
+    text = message(path, "fp8.recipe=bf16", *four, *odd, world_size=4)
+    for part in ("shared expert's width 130", "model.intermediate_size 514", "model.vocab_size 32001"):
+        assert f"{part} is not a multiple of tp 4" in text, text
+    text = message(path, *four, "model.moe_intermediate_size=128", world_size=4)
+    assert "shared expert's width = 128 is not a multiple of 512 (128-wide FP8 blocks, tp 4)" in text
+    load_config(path, ["fp8.recipe=bf16", *four, "model.moe_intermediate_size=132"], world_size=4)
 
 
 def test_wsd_needs_its_decay(tmp_path: Path) -> None:
