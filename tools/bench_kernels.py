@@ -13,6 +13,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -65,10 +66,23 @@ class Timer:
         return {name: 1e3 * statistics.median(s.elapsed_time(e) for s, e in pairs) for name, pairs in events.items()}
 
 
-def draw_counts(num_experts: int, num_rows: int, kind: str) -> list[int]:
-    """Rows of each expert. even: uniform in 0.6-1.4 of the mean; skewed: lognormal, sigma 1, some experts empty."""
+def read_routing(paths: list[Path]) -> dict[int, list[int]]:
+    """{number of experts: tokens of each} from runs' metrics.jsonl: the last step logged, the layer of median imbalance."""
+    found = {}
+    for path in paths:
+        tables = [json.loads(line).get("detail", {}).get("load") for line in path.read_text().splitlines()]
+        layers = sorted([t for t in tables if t][-1].values(), key=lambda counts: max(counts) / sum(counts))
+        found[len(layers[0])] = layers[len(layers) // 2]
+    return found
+
+
+def draw_counts(num_experts: int, num_rows: int, kind: str, routing: dict[int, list[int]]) -> list[int]:
+    """Rows of each expert. even: uniform in 0.6-1.4 of the mean; skewed: lognormal, sigma 1, some experts empty; routed: as a
+    trained router spread its tokens (`routing`)."""
     generator = torch.Generator().manual_seed(num_experts + num_rows)
-    if kind == "even":
+    if kind == "routed":
+        share = torch.tensor(routing[num_experts], dtype=torch.float64)
+    elif kind == "even":
         share = 0.6 + 0.8 * torch.rand(num_experts, generator=generator)
     else:
         share = torch.exp(torch.randn(num_experts, generator=generator))
@@ -127,14 +141,13 @@ def floor_seconds(kernel: str, rows: int, experts: int, n: int, k: int, copy_rat
     return max(2.0 * rows * n * k / PEAK_FP8, moved / copy_rate)
 
 
-def bench_gemms(timer: Timer, experts: int, tokens: int, kind: str, n: int, k: int, copy_rate: float) -> list[Result]:
-    """All GEMMs of one weight shape over one draw of groups."""
-    counts = draw_counts(experts, tokens * TOP_K, kind)
+def bench_gemms(timer: Timer, counts: list[int], case: str, n: int, k: int, copy_rate: float) -> list[Result]:
+    """All GEMMs of one weight shape over one draw of groups (`counts`: rows of each expert)."""
+    experts = len(counts)
     padded = sum(-(-c // 128) * 128 for c in counts)
     groups = make_groups(torch.tensor(counts, device="cuda"), padded)
     ours, baselines = gemm_candidates(groups, n, k)
     times = timer({**ours, **{f"bf16 {name}": fn for name, fn in baselines.items()}})
-    case = f"E{experts} T{tokens} {kind} N{n} K{k}"
     results = []
     for name, us in times.items():
         flops = 2.0 * n * k / us / 1e6
@@ -186,7 +199,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--experts", type=int, nargs="+", default=[256, 64, 32])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--groups", nargs="+", default=["even", "skewed"])
+    parser.add_argument("--groups", nargs="+", default=["even", "skewed"], choices=["even", "skewed", "routed"])
+    parser.add_argument("--routing", type=Path, nargs="+", default=[], help="metrics.jsonl of runs, for --groups routed")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="write all results here as JSON")
     args = parser.parse_args(argv)
@@ -198,14 +212,14 @@ def main(argv: list[str]) -> None:
     print(f"{'case':34} {'kernel':24} {'us':>8} {'real':>6} {'padded':>6} {'/bf16':>6} {'roof':>5}")
     results = bench_quantise(timer, 147456, 2048, 256, copy_rate)
     print_rows(results)
-    for experts in args.experts:
-        for tokens in args.tokens:
-            for kind in args.groups:
-                for n, k in WEIGHTS:
-                    case = bench_gemms(timer, experts, tokens, kind, n, k, copy_rate)
-                    print_rows(case)
-                    results += case
-                    torch.cuda.empty_cache()
+    routing = read_routing(args.routing)
+    for experts, tokens, kind in product(args.experts, args.tokens, args.groups):
+        counts = draw_counts(experts, tokens * TOP_K, kind, routing)
+        for n, k in WEIGHTS:
+            case = bench_gemms(timer, counts, f"E{experts} T{tokens} {kind} N{n} K{k}", n, k, copy_rate)
+            print_rows(case)
+            results += case
+            torch.cuda.empty_cache()
     if args.out:
         report = {"device": name, "torch": torch.__version__, "copy_bytes_per_s": copy_rate}
         args.out.write_text(json.dumps({**report, "results": [asdict(r) for r in results]}, indent=1))
