@@ -158,6 +158,8 @@ def gather_rows(x: Quantized, index_R: Tensor, per_source: int, live_B: Tensor |
     words = data[0].nbytes // 4 if sources else x.data.shape[1] * x.data.element_size() // 4
     y = torch.empty((rows, x.data.shape[1]), dtype=x.data.dtype, device=x.device)
     tiled = x.scale_inv is not None and x.tile[0] == 1
+    if tiled and sources > 1 and x.scale_inv.stride() != (1, sources):
+        assert x.scale_inv.shape[1] == 1 and x.scale_inv.stride(0) == 1, f"scales with strides {x.scale_inv.stride()}"
     si = _row_scales(rows, x.data.shape[1], y) if tiled else x.scale_inv
     scales = x.scale_inv.shape[1] if tiled else 0
     _gather_rows[(cdiv(rows, ROWS), cdiv(words, WORDS))](
