@@ -105,13 +105,6 @@ def _softmax_grad(
     return ce, z_term, _Gradient(weight.quantize_grad(dlogits), weight.quantize_grad_t(dlogits))
 
 
-def _rows(q: Quantized, rows: slice) -> Quantized:
-    """A chunk of a row-tiled operand; cuBLAS wants its scales column-major again."""
-    if q.scale_inv is None or q.tile == (0, 0):
-        return Quantized(q.data[rows], q.scale_inv, q.tile)
-    return Quantized(q.data[rows], q.scale_inv[rows].t().contiguous().t(), q.tile)
-
-
 class _HeadLoss(torch.autograd.Function):
     """forward (loss, ce_sum); dgrad dx_TD and wgrad dw_VD += dlogits^T . x are made in forward, scaled for d(loss) = 1.
 
@@ -140,7 +133,7 @@ class _HeadLoss(torch.autograd.Function):
         def run(dw_VD: Tensor | None, accumulate: bool) -> None:
             for start in range(0, rows, chunk):
                 part = slice(start, min(start + chunk, rows))
-                x_q = _rows(x.q, part)
+                x_q = x.q.rows(part)
                 logits = gemm_nt(x_q, weight.q, dtype=dtype)
                 ce, z_term, grad = _softmax_grad(logits, labels_T[part], scale, z, vocab, weight, with_grad)
                 del logits

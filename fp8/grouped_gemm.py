@@ -103,10 +103,8 @@ def grouped_gemm_nt_ref(a: Quantized, b: Quantized, groups: Groups, dtype: torch
     y = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     for e, start, count in _slices(groups):
         rows = slice(start, start + count)
-        scale = None if a.scale_inv is None else a.scale_inv if a.scale_inv.numel() == 1 else a.scale_inv[rows]
-        a_e = Quantized(a.data[rows], scale, a.tile)
         b_e = Quantized(b.data[e], None if b.scale_inv is None else b.scale_inv[e], b.tile)
-        y[rows] = (a_e.dequantize() @ b_e.dequantize().t()).to(dtype)
+        y[rows] = (a.rows(rows).dequantize() @ b_e.dequantize().t()).to(dtype)
     return y
 
 

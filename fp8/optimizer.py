@@ -137,20 +137,6 @@ class AdamW:
         role, _, part = kind.partition(".")
         return self._codecs[name][role].parts[part or "data"][1]
 
-    def load_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Takes the tensors of one parameter, as `state()` gives them, and re-derives its weight. Bitwise.
-
-        Raises:
-            ValueError: they are of other formats than this optimizer's.
-        """
-        own = self.state()[name]
-        differs = [k for k in own if k not in state or state[k].dtype != own[k].dtype or state[k].shape != own[k].shape]
-        if differs or len(state) != len(own):
-            raise ValueError(f"optimizer state of {name} has other formats than {self.states}: {', '.join(differs or state)}")
-        for kind, tensor in own.items():
-            tensor.copy_(state[kind])
-        self.refresh(name)
-
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
         """One update. `grad_scale` multiplies every gradient (clipping); a 0-dim tensor costs no host synchronisation.

@@ -99,7 +99,7 @@ def gather_rows(x: Quantized, index_R: Tensor, per_source: int = 1, live_B: Tens
 def gather_rows_ref(x: Quantized, index_R: Tensor) -> Quantized:
     """y[r] = x[index[r]], the definition."""
     data = _gather_rows(x.data, index_R, 0)
-    if x.scale_inv is None or x.tile == (0, 0):
+    if x.scale_inv is None or x.tile == TENSORWISE:
         return Quantized(data, x.scale_inv, x.tile)
     scale_inv = _gather_rows(x.scale_inv.t().contiguous().t(), index_R, 1.0)
     return Quantized(data, scale_inv.t().contiguous().t(), x.tile)

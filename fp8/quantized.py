@@ -51,6 +51,13 @@ class Quantized:
         """Bytes of data and scales."""
         return self.data.nbytes + (0 if self.scale_inv is None else self.scale_inv.nbytes)
 
+    def rows(self, rows: slice) -> Quantized:
+        """A part of the rows of a matrix that is row-tiled, tensorwise or unscaled; its scales are column-major again."""
+        if self.scale_inv is None or self.tile == TENSORWISE:
+            return Quantized(self.data[rows], self.scale_inv, self.tile)
+        assert self.tile[0] == 1, f"tiles {self.tile} span several rows"
+        return Quantized(self.data[rows], self.scale_inv[rows].t().contiguous().t(), self.tile)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., R, C] in `dtype`; the product is taken in fp32."""
         if self.scale_inv is None:

@@ -118,16 +118,6 @@ def all_to_all(x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequ
     return start_all_to_all(x, axis, kind, send, recv, fmt).wait()
 
 
-def broadcast(x: Tensor, axis: Axis, kind: str, source: int = 0) -> Tensor:
-    """Overwrites `x` with that of rank `source` of the axis."""
-    if axis.size > 1:
-        if axis.rank == source:
-            axis.traffic.add(kind, FORMAT_NAMES[x.dtype], x.nbytes)
-        with axis.traffic.clock(kind, x.device):
-            dist.broadcast(_wire(x), group=axis.group, group_src=source)
-    return x
-
-
 # ---------------------------------------------------------------- rows of a Quantized
 
 

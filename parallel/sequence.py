@@ -20,7 +20,6 @@ from torch.autograd.function import FunctionCtx
 from fp8.activation import Activation, make_carrier
 from fp8.cross_entropy import VocabAxis
 from fp8.embedding import add_rows, embedding
-from fp8.quantized import TENSORWISE, Quantized
 from fp8.rms_norm import Normed
 from fp8.stash import Ticket
 from fp8.weight import Weight
@@ -143,20 +142,13 @@ def join_tokens(y_tD: Tensor, axis: Axis) -> Tensor:
     return y_tD if axis.size == 1 or axis.sequence else _Join.apply(y_tD, axis)
 
 
-def rows_of(q: Quantized, rows: slice) -> Quantized:
-    """A part of the rows of a row-tiled, tensorwise or unscaled matrix, scales column-major again."""
-    if q.scale_inv is None or q.tile == TENSORWISE:
-        return Quantized(q.data[rows], q.scale_inv, q.tile)
-    return Quantized(q.data[rows], q.scale_inv[rows].t().contiguous().t(), q.tile)
-
-
 def split_activation(x: Activation, axis: Axis) -> Activation:
     """`split_tokens` of quantised rows."""
     if axis.size == 1 or axis.sequence:
         return x
     own = own_rows(axis, x.q.shape[0])
-    ticket = _DerivedTicket(x.ticket, lambda q: rows_of(q, own))
-    return Activation(rows_of(x.q, own), _Split.apply(x.carrier, axis), ticket)
+    ticket = _DerivedTicket(x.ticket, lambda q: q.rows(own))
+    return Activation(x.q.rows(own), _Split.apply(x.carrier, axis), ticket)
 
 
 def split_normed(x: Normed, axis: Axis) -> Normed:
