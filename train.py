@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 train.py --config configs/small.yaml optim.lr=3e-4   one process a GPU
     python train.py --config configs/ling_mini.yaml --dry-run                        check, count and stop
 
-Exit status: 0 done; 2 a mistake in the configuration or in its files; 3 loss or gradient not finite; 143 stopped by
-SIGTERM, after saving.
+Exit status: 0 done; 2 a mistake in the configuration or in its files; 3 loss or gradient not finite, or a spike; 4 replicas differ;
+6 stopped without saving; 143 stopped by a signal, after saving (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 
 import torch
 
@@ -25,33 +26,49 @@ from parallel.mesh import WIRES, build_mesh, close_mesh
 from training.checkpoint import Checkpointer
 from training.config import Config, load_config
 from training.data import Loader, PackedDataset
-from training.errors import UserError
+from training.errors import DESYNCED, DIVERGED, MISTAKE, STOPPED, UserError
 from training.evaluate import evaluate
+from training.faults import BadStepError, Guard, slowest, unhealthy
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import packed_path
-from training.process import admit, choose_device, on_sigterm
+from training.process import admit, choose_device, gather, make_deterministic
 from training.profile import ProfileWindow
+from training.replicas import DesyncError, compare_replicas
 from training.resources import Resources, detailed, steady_state
 from training.sample import generate
 from training.schedule import fitted, learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
 from training.states import gradient_format, optimizer_states
-from training.step import NonFiniteError, TrainStep
+from training.step import TrainStep
+from training.stopping import StopRequest
 from training.summary import describe
 from training.tokenizer import check_vocab, load_tokenizer
+from training.watchdog import Watchdog, record_collectives
 
 
 def run(config: Config) -> int:
     """The run on this rank; returns the exit status."""
+    with ExitStack() as closing:
+        return run_until_closed(config, closing)
+
+
+def run_until_closed(config: Config, closing: ExitStack) -> int:
+    """`run`; what has to end with it, however it ends, is in `closing`."""
     # ---------------------------------------------------------------- ranks, data, model
-    train, data, optim, parallel = config.train, config.data, config.optim, config.parallel
+    train, data, optim, parallel, faults = config.train, config.data, config.optim, config.parallel, config.faults
+    stop = StopRequest(faults.stop_within_s)
+    closing.callback(stop.close)
     device, dtype = choose_device(train, config.fp8.recipe)
+    record_collectives(config.run.dir)
     mesh = build_mesh(
         parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s,
         tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True,
     )  # fmt: skip
     metrics = Metrics(config, active=mesh.world.rank == 0)
+    closing.callback(metrics.close)
     metrics.prefix = admit(config, device)
+    watchdog = Watchdog(mesh.world.rank, faults.quiet_s)
+    closing.callback(watchdog.close)
     tokenizer = load_tokenizer(data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     splits = (packed_path(data.dir, split) for split in ("train", "validation"))
@@ -65,6 +82,7 @@ def run(config: Config) -> int:
     betas = optim.beta1, optim.beta2
     optimizer = AdamW(weights(model), *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload)
     checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
+    closing.callback(checkpointer.close)
     state = checkpointer.restore(metrics.warn)
     if state is None:
         set_starting_values(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint, metrics.warn)
@@ -75,32 +93,42 @@ def run(config: Config) -> int:
     )  # fmt: skip
 
     # ---------------------------------------------------------------- logs
-    phases = Phases(device)
+    phases, guard = Phases(device), Guard(faults, state.history if state else ())
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
     bias_rate, auto = config.model.bias_update_rate, config.fp8.auto
-    take_step = TrainStep(model, optimizer, mesh, optim, bias_rate, phases, auto, train.cuda_graphs, parallel.grad_wire)
+    wire = parallel.grad_wire
+    take_step = TrainStep(model, optimizer, mesh, optim, bias_rate, phases, auto, train.cuda_graphs, wire, guard)
     resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
-    interrupted = on_sigterm()
+    phases.note = lambda name: watchdog.note(f"{name} of step {done}")
+    stop.loss = lambda: f"the newest checkpoint is of step {checkpointer.last}; {done - (checkpointer.last or 0)} steps are lost"
     wandb_id = metrics.start(done, wandb_id)
     metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {done}-{train.steps}")
     metrics.say(throughput.formula())
+    if train.deterministic:
+        metrics.say(make_deterministic(device))
     if (shrunk := fitted(optim, train.steps)) != (optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0):
         metrics.warn(f"train.steps={train.steps} has no room for optim.warmup_steps and decay_steps: they are {shrunk} in this run")
 
-    def validate() -> None:
+    def validate() -> bool:
+        """False when a signal has cut it short."""
         with phases("eval"):
-            result = evaluate(model, val_data, mesh, device, train.micro_batch, config.eval.samples, data.isolate_documents)
+            sizes, asked = (train.micro_batch, config.eval.samples, data.isolate_documents), lambda: stop.agreed(mesh.world)
+            result = evaluate(model, val_data, mesh, device, *sizes, asked)
+            if result is None:
+                return False
             metrics.log(done, result.metrics())
             metrics.say(f"validation  {result.nats:.4f} nats/token  {result.bits_per_byte:.4f} bits/byte")
             if config.eval.prompt:
                 text = generate(model, tokenizer, config.eval.prompt, config.eval.sample_tokens, device=device)
                 metrics.say(f"sample      {text!r}")
+        return True
 
     # ---------------------------------------------------------------- the loop
-    first, status = done + 1, 0
-    for done in range(first, train.steps + 1):
+    first, stopping = done + 1, stop.agreed(mesh.world)
+    while done < train.steps and not stopping:
+        done += 1
         last, logged = done == train.steps, done % train.log_every == 0 or done in (first, train.steps)
         health = Health() if due(config.fp8.health_every, done) else None
         for _, weight in weights(model):
@@ -109,44 +137,60 @@ def run(config: Config) -> int:
         with phases("data"):
             batches = [batch.to(device) for batch in next(loader)]
         lr = learning_rate(done - 1, optim, train.steps)
-        result = take_step(done, batches, lr, interrupted(), want_counts=logged)
+        result = take_step(done, batches, lr, stop.requested, want_counts=logged)
+        stopping = result.interrupted
+        if result.problem is not None:
+            metrics.warn(result.problem)
+            metrics.event("bad_step", done, problem=result.problem)
+            if guard.bad(result.problem, checkpointer.last):
+                checkpointer.wait()
+                done = checkpointer.restore(metrics.warn, rollback=True).step
+                metrics.event("resume", done)
+                continue
+            logged, health = False, None
         for note in result.notes:
             metrics.say(note)
         throughput.step()
         metrics.advance()
-        for path in window.end(done, last or result.interrupted):
+        for path in window.end(done, last or stopping):
             metrics.say(f"wrote {path}")
-        if state is None and done == first and (problem := first_loss_problem(config, result.loss)) is not None:
+        if state is None and done == first and logged and (problem := first_loss_problem(config, result.loss)) is not None:
             metrics.warn(problem)
         if health is not None:
             measured = health.result()
             metrics.log(done, health_by_class(measured), {"fp8": measured})
+            if (warning := unhealthy(measured, faults)) is not None:
+                metrics.warn(warning)
         if logged:
             values = result.metrics() | {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
-            values |= throughput.read(phases.read()) | expert_load(model, result.counts_LE) | resources.read(done)
+            seconds = phases.read()
+            values |= throughput.read(seconds) | expert_load(model, result.counts_LE) | resources.read(done)
+            if mesh.world.size > 1:
+                slow, warning = slowest(gather(seconds, mesh.world), faults.slow_rank)
+                values |= slow
+                if warning is not None:
+                    metrics.warn(warning)
             with_tables = result.counts_LE is not None and detailed(done, train.steps, train.log_every)
             metrics.log(done, values, {"load": load_table(model, result.counts_LE)} if with_tables else None)
             metrics.say(console_line(done, train.steps, values))
         if done == first:
             metrics.say(f"held        {steady_state(optimizer, device)}")
-        if config.eval.samples and due(config.eval.every, done) and not last:
-            validate()
-        if config.checkpoint.every and (due(config.checkpoint.every, done) or last or result.interrupted):
+        if mesh.world.size > 1 and (done == first or due(faults.compare_every, done)):
+            compare_replicas(model, mesh, done)
+        if config.eval.samples and due(config.eval.every, done) and not (last or stopping):
+            stopping = not validate()
+        if stopping:
+            stop.arm()
+        if config.checkpoint.every and (due(config.checkpoint.every, done) or last or stopping):
             with phases("checkpoint"):
-                try:
-                    checkpointer.save(done, loader.consumed, wandb_id)
-                except UserError as error:  # a full disk now may have room again at the next one
-                    if last or result.interrupted:
-                        raise
-                    metrics.warn(str(error))
-        if result.interrupted:
-            status = 143
-            break
-    if status == 0 and config.eval.samples:
-        validate()
+                wait = last or stopping or not config.checkpoint.background
+                now = done, loader.consumed, wandb_id, tuple(guard.history), wait
+                checkpointer.try_save(*now, must=last or stopping, warn=metrics.warn)
+    checkpointer.wait()
+    if not stopping and config.eval.samples:
+        stopping = not validate()
     metrics.say(f"wrote {metrics.path.parent}/: config.yaml, metrics.jsonl, checkpoints/, wandb/ (step {done})")
-    metrics.close()
-    return status
+    return STOPPED if stopping else 0
 
 
 def due(every: int, step: int) -> bool:
@@ -169,10 +213,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(describe(config, args.world_size or config.fewest_ranks))
             return 0
         return run(load_config(args.config, args.overrides, world_size))
-    except (UserError, NonFiniteError) as error:
+    except (UserError, BadStepError, DesyncError) as error:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 3
+        return {UserError: MISTAKE, BadStepError: DIVERGED, DesyncError: DESYNCED}[type(error)]
     finally:
         close_mesh()
 

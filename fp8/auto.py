@@ -250,6 +250,10 @@ class AutoFP8:
                 worst = torch.maximum(worst, measure(seen.x, seen.dy, Sample(weight.sample, weight.sample_amax.float())))
         return worst
 
+    def abandon(self) -> None:
+        """Ends an observed step without choices: the step was bad."""
+        self._detach()
+
     def _detach(self) -> None:
         for weight in self._seen:
             weight.observer = None

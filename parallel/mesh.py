@@ -120,12 +120,17 @@ def check_layout(
     return problems
 
 
-def _axis(rank: int, members: list[list[int]], traffic: Traffic, wire: Spec | None = None, sequence: bool = True) -> Axis:
-    """The axis of `rank` among `members`. Every process makes every group, in the same order, as torch requires."""
+def _axis(
+    rank: int, members: list[list[int]], traffic: Traffic, timeout_s: float, wire: Spec | None = None, sequence: bool = True
+) -> Axis:
+    """The axis of `rank` among `members`. Every process makes every group, in the same order, as torch requires.
+
+    A new group takes torch's default timeout (half an hour on gloo), not that of the default group.
+    """
     mine = Axis.solo(traffic)
     for ranks in members:
         if len(ranks) > 1:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if rank in ranks:
                 mine = Axis(group, ranks.index(rank), len(ranks), traffic, wire, sequence)
     return mine
@@ -171,11 +176,11 @@ def build_mesh(
     consecutive = lambda n: [list(range(i, i + n)) for i in range(0, world, n)]  # noqa: E731
     strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
     return Mesh(
-        tp=_axis(rank, consecutive(tp), traffic, tp_wire, sequence_parallel),
-        ep=_axis(rank, consecutive(ep), traffic, combine_wire),
-        dp=_axis(rank, strided(tp), traffic),
-        edp=_axis(rank, strided(ep), traffic),
-        world=_axis(rank, consecutive(world), traffic),
+        tp=_axis(rank, consecutive(tp), traffic, timeout_s, tp_wire, sequence_parallel),
+        ep=_axis(rank, consecutive(ep), traffic, timeout_s, combine_wire),
+        dp=_axis(rank, strided(tp), traffic, timeout_s),
+        edp=_axis(rank, strided(ep), traffic, timeout_s),
+        world=_axis(rank, consecutive(world), traffic, timeout_s),
         traffic=traffic,
     )
 

@@ -3,6 +3,7 @@
     RUN/checkpoints/step_00000100/      whole: renamed into place after every file is on disk
         state.json                      step, consumed samples, identity of model, tokenizer and data, config, wandb id
         .metadata, __R_0.distcp         tensors (training/shards.py): masters, moments, expert bias, FP8 state, RNG
+        checksums.json                  length and CRC-32 of each of them, verified before anything is loaded
     RUN/checkpoints/step_00000200.tmp/  being written, or left by a crash: never read
 
 Tensors are global, so another number of ranks or another layout can resume. On the same layout the continuation is bitwise.
@@ -10,59 +11,32 @@ Tensors are global, so another number of ranks or another layout can resume. On 
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fp8.optimizer import AdamW
 from fp8.scaling import role_scales
-from fp8.state_codecs import CODECS, new_state
 from fp8.weight import weights
-from model.router import routers
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
+from training import checkpoint_files as files
 from training.config import Config
 from training.errors import UserError
-from training.run_state import RunState, Warn, resume_from, whole_checkpoints
+from training.masters import is_fp8_state, tensors
+from training.masters import load_masters as load_masters  # its other way to be read
+from training.process import gather
+from training.run_state import RunState, Warn, resume_from
 from training.shards import Shard, ShardError, read_shards, tensor_names, write_shards
+from training.snapshot import HostCopy
 
-
-def tensors(model: nn.Module, optimizer: AdamW | None, rank: int) -> dict[str, Shard]:
-    """Every tensor of a run by its global name, as this rank holds it.
-
-    Modules may add their own (FP8 scale histories and the like) by a method `checkpoint_tensors() -> {name: Tensor}`.
-    """
-    found, states = {}, optimizer.state() if optimizer is not None else {}
-    for name, weight in weights(model) if optimizer is not None else ():
-        for kind, tensor in states[name].items():
-            found[f"{kind}.{name}"] = Shard.like(weight, tensor, optimizer.tile_of(name, kind))
-    for name, router in routers(model):
-        found[f"expert_bias.{name}"] = Shard.whole(router.expert_bias)
-    for name, module in model.named_modules():
-        if hasattr(module, "checkpoint_tensors"):
-            found |= {f"state.{name}.{key}": Shard.whole(t) for key, t in module.checkpoint_tensors().items()}
-    if optimizer is not None:
-        found |= {f"rng.{rank}.{device}": Shard.whole(state) for device, state in _rng_states().items()}
-    return found
-
-
-def _rng_states() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def is_fp8_state(name: str) -> bool:
-    """Whether a tensor is state of an FP8 recipe (scale histories, `auto`'s choices): a checkpoint of another recipe has none."""
-    return name.startswith("state.") and (".scales." in name or name.endswith(".choice"))
+WRITE_TIMEOUT = timedelta(hours=1)  # ranks wait so long for each other's files; one that dies is noticed at once
 
 
 class Checkpointer:
@@ -70,6 +44,10 @@ class Checkpointer:
 
     Args:
         tokenizer, data: fingerprints, by which a checkpoint knows what it was trained on.
+
+    Attributes:
+        last: step of the newest checkpoint that is on disk, as far as this process knows.
+        seconds: how long the last save took.
     """
 
     def __init__(
@@ -78,84 +56,165 @@ class Checkpointer:
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
         self.tokenizer, self.data = tokenizer, data
         self.folder = Path(config.run.dir) / "checkpoints"
+        self.last: int | None = None
+        self.seconds = 0.0
+        self._world, self._copy = _own_axis(mesh.world), HostCopy()
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
 
-    def save(self, step: int, consumed: int, wandb_id: str | None) -> Path:
-        """Writes the checkpoint of `step` and drops old ones beyond `checkpoint.keep`.
+    def save(
+        self, step: int, consumed: int, wandb_id: str | None, history: tuple[tuple[float, float], ...] = (), wait: bool = True
+    ) -> Path:
+        """Saves `step` and drops old checkpoints (`checkpoint.keep`, `keep_every`); the path at which it will be whole.
+
+        Args:
+            history: what the guard against spikes remembers (training/faults.py).
+            wait: until it is on disk; otherwise only until all tensors are copied to the host, and `wait` reports.
 
         Raises:
-            UserError: nothing was saved (disk full, say). Earlier checkpoints are as they were.
+            UserError: nothing was saved (disk full, a tensor that is not finite), or the one before failed in the background.
+                Earlier checkpoints are as they were.
         """
+        self.wait()
         values = self.config.to_dict()
         layout = {"world": self.mesh.world.size, "tp": self.mesh.tp.size, "ep": self.mesh.ep.size}
         state = RunState(
             step=step, consumed=consumed, num_steps=self.optimizer.num_steps, model=values["model"], config=values,
-            tokenizer=self.tokenizer, data=self.data, wandb_id=wandb_id, layout=layout,
+            tokenizer=self.tokenizer, data=self.data, wandb_id=wandb_id, layout=layout, history=[list(h) for h in history],
         )  # fmt: skip
+        shards = tensors(self.model, self.optimizer, self.mesh.world.rank)
+        self._refuse_bad(step, shards)
         final = self.folder / f"step_{step:08d}"
-        partial = final.with_suffix(".tmp")
-        self._on_rank_zero(lambda: self._begin(partial, state))
-        try:
-            write_shards(partial, tensors(self.model, self.optimizer, self.mesh.world.rank), self.mesh.world)
-        except ShardError as error:
-            self._on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
-            raise UserError(f"checkpoint of step {step} not saved, {error}; earlier ones are intact") from error
-        self._on_rank_zero(lambda: self._finish(partial, final))
+        if wait:
+            self._write(final, state, shards)
+        else:
+            self._thread = threading.Thread(target=self._write_aside, args=(final, state, self._copy.take(shards)), daemon=True)
+            self._thread.start()
         return final
 
-    def _begin(self, partial: Path, state: RunState) -> None:
-        for leftover in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with open(partial / "state.json", "w", encoding="utf-8") as file:
-            json.dump(asdict(state), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+    def try_save(self, *state: Any, must: bool, warn: Warn) -> None:
+        """`save`; a failure is only a warning unless it `must` succeed: a full disk may have room again at the next one."""
+        try:
+            self.wait()
+        except UserError as error:
+            warn(str(error))
+        try:
+            self.save(*state)
+        except UserError as error:
+            if must:
+                raise
+            warn(str(error))
 
-    def _finish(self, partial: Path, final: Path) -> None:
-        _sync(partial)
-        if final.exists():  # the same step of an earlier attempt
-            _remove(final)
-        partial.rename(final)
-        _sync(self.folder)
+    def wait(self) -> None:
+        """Until nothing is being written. Raises UserError when the last background save failed."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, problem, self._problem = None, self._problem, None
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """At the end, whatever has happened: lets a save in the background finish."""
+        if self._thread is not None:
+            self._thread.join(self.config.faults.stop_within_s)
+        if self._world.group is not None:
+            dist.destroy_process_group(self._world.group)
+        self._world = Axis.solo()  # a group that outlives the interpreter aborts the process
+
+    def _write_aside(self, *args: Any) -> None:
+        try:
+            self._write(*args)
+        except BaseException as error:
+            self._problem = error
+
+    def _write(self, final: Path, state: RunState, shards: dict[str, Shard]) -> None:
+        began, world, aside = time.monotonic(), self._world, final.with_suffix(".tmp")
+        self._on_rank_zero(lambda: files.begin(aside, state))
+        try:
+            write_shards(aside, shards, world)
+        except ShardError as error:
+            self._on_rank_zero(lambda: files.shutil.rmtree(aside, ignore_errors=True))
+            raise UserError(f"checkpoint of step {state.step} not saved, {error}; earlier ones are intact") from error
+        parts = gather(files.checksums_of(aside, world.rank), world)
+        self._on_rank_zero(lambda: files.seal(aside, parts))
+        self._on_rank_zero(lambda: files.finish(aside, final))
+        self.last, self.seconds = state.step, time.monotonic() - began
         keep = max(self.config.checkpoint.keep, self.config.checkpoint.keep_for_merge)
-        for old in whole_checkpoints(self.folder.parent)[:-keep]:
-            if old != final:
-                _remove(old)
+        self._on_rank_zero(lambda: files.rotate(final, keep, self.config.checkpoint.keep_every))
+
+    def _refuse_bad(self, step: int, shards: dict[str, Shard]) -> None:
+        """A state that is not finite must neither be saved nor take the place of one that is."""
+        names = [n for n, s in shards.items() if n.startswith(("master.", "expert_bias.")) and s.tensor.is_floating_point()]
+        fine = torch.stack([shards[name].tensor.isfinite().all().cpu() for name in names])
+        own = next((name for name, ok in zip(names, fine.tolist(), strict=True) if not ok), None)
+        for rank, bad in enumerate(gather(own, self._world)):
+            if bad is not None:
+                raise UserError(f"checkpoint of step {step} not saved: {bad} on rank {rank} is not finite; earlier ones are intact")
 
     def _on_rank_zero(self, action: Callable[[], Any]) -> None:
         """Runs `action` on rank 0; an OSError there becomes a UserError on every rank."""
         problem = None
-        if self.mesh.world.rank == 0:
+        if self._world.rank == 0:
             try:
                 action()
             except OSError as error:
                 problem = f"cannot write {self.folder}: {error.strerror or error}; earlier checkpoints are intact"
-        if self.mesh.world.size > 1:
-            box = [problem]
-            dist.broadcast_object_list(box, src=0, group=self.mesh.world.group)
-            problem = box[0]
+        problem = _from_rank_zero(problem, self._world)
         if problem is not None:
             raise UserError(problem)
 
-    def restore(self, warn: Warn) -> RunState | None:
+    # ---------------------------------------------------------------- loading
+
+    def restore(self, warn: Warn, rollback: bool = False) -> RunState | None:
         """Loads the checkpoint that `checkpoint.resume` asks for; None where the run starts anew.
+
+        Args:
+            rollback: the newest one of this run instead, wherever it started from.
 
         Raises:
             UserError: there is none, it is of another model or tokenizer, or it cannot be read.
         """
-        path = resume_from(self.config.run.dir, self.config.checkpoint.resume, warn)
+        path = self._choose("auto" if rollback else self.config.checkpoint.resume, warn)
         if path is None:
             return None
         state = RunState.read(path)
         state.check(path, self.config.model, self.tokenizer, self.data, warn)
-        for name, _ in weights(self.model):
+        for name, _ in weights(self.model) if not rollback else ():
             self.optimizer.allocate(name)
         self.load(path, state)
         before, now = state.config.get("fp8", {}).get("recipe"), self.config.fp8.recipe
         if before != now:
             warn(f"fp8.recipe changes from {before} to {now}: scales with a history start from each tensor's own amax")
-        warn(f"resuming {path}, {state.step} steps done")
+        warn(f"{'back to' if rollback else 'resuming'} {path}, {state.step} steps done")
+        self.last = state.step
         return state
+
+    def _choose(self, resume: str, warn: Warn) -> Path | None:
+        """What rank 0 chooses: only one rank looks at the folders, all of them together read the files of a candidate."""
+        world = self._world
+
+        def check(path: Path) -> str | None:
+            _from_rank_zero(("verify", path), world)
+            return self._verify(path)
+
+        if world.rank == 0:
+            try:
+                answer = "use", resume_from(self.config.run.dir, resume, warn, check)
+            except UserError as error:
+                answer = "refuse", error
+            _from_rank_zero(answer, world)
+        while world.rank != 0:
+            answer = _from_rank_zero(None, world)
+            if answer[0] != "verify":
+                break
+            self._verify(answer[1])
+        if answer[0] == "refuse":
+            raise answer[1]
+        return answer[1]
+
+    def _verify(self, path: Path) -> str | None:
+        found = gather(files.verify(path, self._world.rank, self._world.size), self._world)
+        return "; ".join(problem for part in found for problem in part) or None
 
     def load(self, path: Path, state: RunState) -> None:
         """Puts the tensors of the checkpoint at `path` into model and optimizer, whose masters must exist.
@@ -183,60 +242,15 @@ class Checkpointer:
             torch.cuda.set_rng_state(wanted[f"rng.{rank}.cuda"].tensor)
 
 
-def load_masters(
-    path: Path, model: nn.Module, mesh: Mesh, take: Callable[[str, Tensor], None] | None = None, group_bytes: int = 2**31
-) -> None:
-    """Fills a model from the masters of a checkpoint: without an optimizer (evaluation, generation), or through one.
-
-    Args:
-        take: what to do with each (name, FP32 master of this rank), `AdamW.set_master` say; default: sets the weight.
-        group_bytes: masters pass through memory this much at a time.
-
-    Raises UserError as `Checkpointer.load`.
-    """
-    try:
-        saved = tensor_names(path)
-        state = {n: shard for n, shard in tensors(model, None, 0).items() if n in saved or not is_fp8_state(n)}
-        read_shards(path, state, mesh.world)
-        for group in _groups(weights(model), group_bytes):
-            codecs = {name: CODECS["master"]["fp16" if f"master.scale.{name}" in saved else "fp32"] for name, _ in group}
-            masters = {name: new_state(codecs[name], w.data.shape, w.data.device) for name, w in group}
-            shards = {
-                f"master.{name}" if part == "data" else f"master.{part}.{name}": Shard.like(w, t, codecs[name].parts[part][1])
-                for name, w in group
-                for part, t in masters[name].items()
-            }
-            read_shards(path, shards, mesh.world)
-            for name, weight in group:
-                value = codecs[name].decode(masters.pop(name))
-                take(name, value) if take is not None else weight.set_(value)
-    except ShardError as error:
-        raise UserError(f"cannot load checkpoint {path}: {error}") from error
+def _own_axis(world: Axis) -> Axis:
+    """The same ranks with a group of their own: a save in the background must not mix with the collectives of training."""
+    if world.size == 1:
+        return world
+    return Axis(dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT), world.rank, world.size)
 
 
-def _groups(named: Iterable[tuple[str, Any]], limit: int) -> Iterable[list[tuple[str, Any]]]:
-    group, size = [], 0
-    for name, weight in named:
-        if group and size + 4 * weight.numel > limit:
-            yield group
-            group, size = [], 0
-        group.append((name, weight))
-        size += 4 * weight.numel
-    if group:
-        yield group
-
-
-def _remove(folder: Path) -> None:
-    """Deletes a checkpoint; renamed first, so that one half deleted is never taken for whole."""
-    doomed = folder.with_name(f"{folder.name}.old.tmp")
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Makes renames inside `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _from_rank_zero(value: Any, world: Axis) -> Any:
+    box = [value]
+    if world.size > 1:
+        dist.broadcast_object_list(box, src=0, group=world.group)
+    return box[0]

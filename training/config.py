@@ -19,6 +19,7 @@ from parallel.mesh import check_layout
 from training.config_loading import Source, build, dump_yaml, read_overrides, read_yaml, section_keys
 from training.corpus import DataConfig
 from training.errors import UserError
+from training.faults import FaultConfig
 from training.profile import ProfileConfig
 from training.schedule import OptimConfig
 from training.states import gradient_format, optimizer_states
@@ -44,6 +45,7 @@ class TrainConfig:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of what is not FP8: bf16 on a GPU, fp32 on a CPU
     cuda_graphs: bool = False  # one rank: forward and backward of a micro-batch in one launch (docs/performance.md)
     log_every: int = 10
+    deterministic: bool = False  # equal runs are bitwise equal (docs/reliability.md: what it costs)
     timeout_s: float = 600.0  # a collective that takes longer stops the run
 
 
@@ -67,6 +69,8 @@ class CheckpointConfig:
     every: int = 1000  # steps; 0 saves nothing at all
     keep: int = 2  # newest whole checkpoints that stay
     keep_for_merge: int = 0  # stay too, when this is more: the inputs of tools.merge
+    keep_every: int = 0  # the checkpoint of every so many steps stays for ever; 0: none does
+    background: bool = True  # written from a copy in host memory while training goes on
     # "auto": the newest whole one of run.dir, if there is one; "none"; or the path of a run or of one checkpoint
     resume: str = "auto"
     # A run without checkpoints of its own starts from the weights of this one (an import, a merge, a run), moments at zero
@@ -108,6 +112,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
     @property
     def tokens_per_step(self) -> int:
@@ -206,12 +211,22 @@ _RANGES = (
     ("checkpoint.every", 0, _ANY),
     ("checkpoint.keep", 1, _ANY),
     ("checkpoint.keep_for_merge", 0, _ANY),
+    ("checkpoint.keep_every", 0, _ANY),
     ("eval.every", 0, _ANY),
     ("eval.samples", 0, _ANY),
     ("eval.sample_tokens", 1, _ANY),
     ("profile.start", 0, _ANY),
     ("profile.steps", 1, _ANY),
     ("profile.ranks", 1, _ANY),
+    ("faults.max_streak", 1, _ANY),
+    ("faults.spike_loss", 0, _ANY),
+    ("faults.spike_norm", 0, _ANY),
+    ("faults.compare_every", 0, _ANY),
+    ("faults.underflow", 0, 1),
+    ("faults.saturation", 0, 1),
+    ("faults.slow_rank", 1, _ANY),
+    ("faults.quiet_s", 1, _ANY),
+    ("faults.stop_within_s", 1, _ANY),
 )
 
 

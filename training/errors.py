@@ -3,6 +3,9 @@
 import sys
 from collections.abc import Callable
 
+# Exit statuses of train.py (docs/reliability.md)
+DONE, MISTAKE, DIVERGED, DESYNCED, UNSAVED, STOPPED = 0, 2, 3, 4, 6, 143
+
 
 class UserError(Exception):
     """Something the user can put right. The message names the file, key or number and what to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,14 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, dataset: PackedDataset, mesh: Mesh, device: torch.device, micro_batch: int, samples: int, isolate: bool
-) -> Evaluation:
-    """Every rank calls it; every rank gets the same result. Routing counts, amax, RNG and gradients are not touched."""
+    model: nn.Module, dataset: PackedDataset, mesh: Mesh, device: torch.device, micro_batch: int, samples: int, isolate: bool,
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:  # fmt: skip
+    """Every rank calls it; every rank gets the same result. Routing counts, amax, RNG and gradients are not touched.
+
+    Args:
+        stop: asked before each batch; True, on all ranks at once, ends the evaluation without a result.
+    """
     batches = validation_batches(
         dataset,
         micro_batch=micro_batch,
@@ -51,6 +57,8 @@ def evaluate(
     model.eval()
     try:
         for batch in batches:
+            if stop():
+                return None
             moved = batch.to(device)
             losses = forward(model, moved, global_counts([moved], mesh))
             sums += torch.stack([x.double() for x in (losses.ce_sum, losses.num_ce, losses.mtp_sum, losses.num_mtp)])

@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,21 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 class Phases:
-    """Seconds by phase since the last `read`. On CUDA by events, so that no phase waits for the device."""
+    """Seconds by phase since the last `read`. On CUDA by events, so that no phase waits for the device.
+
+    Attributes:
+        note: told the name of each phase as it begins (the watchdog's).
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.note: Callable[[str], None] = lambda name: None
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.note(name)
         if self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -157,7 +163,7 @@ class Metrics:
         except OSError as error:
             raise UserError(f"cannot write in run.dir={config.run.dir}: {error.strerror or error}") from error
         if done or self.path.stat().st_size:
-            self._write({"event": "resume", "step": done})
+            self.event("resume", done)
         name = config.run.name or self.path.parent.name
         log = config.log
         self.wandb = WandbLog(
@@ -189,6 +195,11 @@ class Metrics:
             self._write({"step": step, "time": time.time(), **values, **({"detail": detail} if detail else {})})
             if self.wandb is not None:
                 self.wandb.log(step, values)
+
+    def event(self, name: str, step: int, **detail: Any) -> None:
+        """Something that happened to the run at `step`: to the file."""
+        if self.active:
+            self._write({"event": name, "step": step, **detail})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -246,6 +257,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             continue
         if record.get("event") == "resume":
             records = [r for r in records if r["step"] <= record["step"]]
-        else:
+        elif "event" not in record:
             records.append(record)
     return records

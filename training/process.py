@@ -1,14 +1,15 @@
-"""What a process of a run is: its device, whether that can run the recipe, and how it is asked to stop."""
+"""What a process of a run is: its device, whether that can run the recipe, and whether its arithmetic repeats."""
 
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fp8.hardware import machine_of
+from parallel.mesh import Axis
 from training.config import Config, TrainConfig
 from training.errors import UserError
 
@@ -33,8 +34,20 @@ def admit(config: Config, device: torch.device) -> str:
         raise UserError(str(error)) from error
 
 
-def on_sigterm() -> Callable[[], bool]:
-    """From now on SIGTERM only raises a flag: the loop saves and stops after the step at hand. Returns the flag's reader."""
-    received = []
-    signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    return lambda: bool(received)
+def make_deterministic(device: torch.device) -> str:
+    """From now on equal runs are bitwise equal; returns what that changes, for the log.
+
+    torch has no deterministic backward of cuDNN's attention, so model/attention.py takes flash; CUDA graphs are left out.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only there to find bugs, and costs a pass over every tensor
+    return f"deterministic: {'flash attention instead of cuDNN, no CUDA graphs' if device.type == 'cuda' else 'CPU kernels are so'}"
+
+
+def gather(value: Any, world: Axis) -> list[Any]:
+    """The value of each rank, on every rank. Small picklable values of our own making only."""
+    found = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(found, value, group=world.group)
+    return found

@@ -22,6 +22,7 @@ TUNABLE = {
     "initializer_range", "loss_chunk", "max_position_embeddings", "rope_theta",
 }  # fmt: skip
 Warn = Callable[[str], None]
+Check = Callable[[Path], str | None]  # reads a checkpoint's files; what is wrong with them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class RunState:
     config: dict[str, Any]
     wandb_id: str | None = None
     layout: dict[str, int] = field(default_factory=dict)
+    history: list[list[float]] = field(default_factory=list)  # (loss, gradient norm) of recent good steps
     torch: str = torch.__version__
     format: int = FORMAT
 
@@ -79,8 +81,12 @@ def whole_checkpoints(run_dir: str | Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
 
 
-def newest_whole(run_dir: str | Path, warn: Warn) -> Path | None:
-    """The newest checkpoint that can be read; warns of each half-written or damaged one that it skips."""
+def newest_whole(run_dir: str | Path, warn: Warn, check: Check | None = None) -> Path | None:
+    """The newest checkpoint that can be read; warns of each half-written or damaged one that it skips.
+
+    Args:
+        check: asked last, of a checkpoint that looks whole.
+    """
     for half in sorted((Path(run_dir) / "checkpoints").glob("step_*.tmp")):
         warn(f"skipping {half}: a save that was interrupted")
     for path in reversed(whole_checkpoints(run_dir)):
@@ -89,27 +95,31 @@ def newest_whole(run_dir: str | Path, warn: Warn) -> Path | None:
             RunState.read(path)
         except UserError as error:
             reason = str(error)
+        if reason is None and check is not None:
+            reason = check(path)
         if reason is None:
             return path
         warn(f"skipping checkpoint {path}: {reason}")
     return None
 
 
-def locate(path: str, warn: Warn) -> Path:
+def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
     """The checkpoint that `path` means: itself, or the newest whole one of a run. Raises UserError for neither."""
     folder = Path(path)
     if (folder / "state.json").is_file():
         reason = damage(folder)
+        if reason is None and check is not None:
+            reason = check(folder)
         if reason is not None:
             raise UserError(f"checkpoint {folder} is not whole: {reason}")
         return folder
-    newest = newest_whole(folder, warn)
+    newest = newest_whole(folder, warn, check)
     if newest is None:
         raise UserError(f"no checkpoint at {path}: neither a checkpoint nor a run that has one")
     return newest
 
 
-def resume_from(run_dir: str, resume: str, warn: Warn) -> Path | None:
+def resume_from(run_dir: str, resume: str, warn: Warn, check: Check | None = None) -> Path | None:
     """Which checkpoint `checkpoint.resume` asks for; None to start anew.
 
     A run that has checkpoints of its own goes on from them even when `resume` names another run: that is how a restarted
@@ -118,7 +128,7 @@ def resume_from(run_dir: str, resume: str, warn: Warn) -> Path | None:
     Raises:
         UserError: `resume` is "none" but the run has checkpoints already, or names something that is not there.
     """
-    own = newest_whole(run_dir, warn)
+    own = newest_whole(run_dir, warn, check) if resume != "none" else None
     if resume == "none":
         if whole_checkpoints(run_dir):
             raise UserError(
@@ -132,4 +142,4 @@ def resume_from(run_dir: str, resume: str, warn: Warn) -> Path | None:
         if resume != "auto" and Path(resume).resolve() not in (own.resolve(), Path(run_dir).resolve()):
             warn(f"{run_dir} has checkpoints of its own: continuing {own}, not checkpoint.resume={resume}")
         return own
-    return locate(resume, warn)
+    return locate(resume, warn, check)

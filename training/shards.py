@@ -9,6 +9,7 @@ values are never stored here.
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -196,7 +197,14 @@ class _Reader(dcp.FileSystemReader):
 def read_metadata(folder: Path) -> Metadata:
     """What the checkpoint in `folder` holds; runs no code from it. Raises OSError or pickle.UnpicklingError."""
     with open(folder / ".metadata", "rb") as file:
-        return _Unpickler(file).load()
+        found = _Unpickler(file).load()
+    tensors, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    if not (isinstance(found, Metadata) and isinstance(tensors, dict) and isinstance(places, dict)):
+        raise pickle.UnpicklingError("the checkpoint's metadata is no Metadata")
+    for place in places.values():
+        if not re.fullmatch(r"__\d+_\d+\.distcp", place.relative_path):  # a path must not lead out of the folder
+            raise pickle.UnpicklingError(f"the checkpoint's metadata names the file {place.relative_path!r}")
+    return found
 
 
 def tensor_names(folder: Path) -> set[str]:

@@ -18,7 +18,7 @@ from fp8.auto import AutoFP8
 from fp8.config import AutoConfig
 from fp8.optimizer import AdamW
 from fp8.recipe import FORMATS
-from fp8.scaling import update_scales
+from fp8.scaling import role_scales, update_scales
 from fp8.weight import weights
 from model.loss import Losses, NumValid, count_valid
 from model.router import routers, update_expert_bias
@@ -26,13 +26,11 @@ from parallel.collectives import all_reduce
 from parallel.grad_reduce import GradReducer, global_grad_norm
 from parallel.mesh import Mesh
 from training.data import Batch
+from training.diagnose import first_bad
+from training.faults import FaultConfig, Guard
 from training.graph import GraphedMicroBatch
 from training.metrics import Phases
 from training.schedule import OptimConfig
-
-
-class NonFiniteError(Exception):
-    """Loss or gradient is not finite; raised on every rank before any of them has updated anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,7 @@ class StepResult:
     interrupted: bool  # some rank was asked to stop
     counts_LE: Tensor | None = None  # int64 tokens by router and expert, when asked for; on the CPU
     notes: tuple[str, ...] = ()  # what `auto` chose and why, at the steps at which it measures
+    problem: str | None = None  # why nothing was updated
 
     def metrics(self) -> dict[str, float]:
         """By the names they are logged under."""
@@ -81,6 +80,7 @@ class TrainStep:
         auto: AutoConfig | None = None,
         cuda_graphs: bool = False,
         grad_wire: str = "fp32",
+        guard: Guard | None = None,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
@@ -89,14 +89,15 @@ class TrainStep:
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
         self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None
+        self.guard = guard or Guard(FaultConfig())
 
     def __call__(
         self, step: int, batches: Sequence[Batch], lr: float, interrupted: bool = False, want_counts: bool = False
     ) -> StepResult:
         """Step number `step` (from 1).
 
-        Raises:
-            NonFiniteError: names the step and the ranks; weights, moments and biases are as before the step.
+        A bad step (loss or gradient not finite on any rank, or a spike) leaves weights, moments, biases and FP8 scales on
+        every rank as before it; `problem` of the result names the step, the ranks and the first bad tensor.
         """
         num_valid = global_counts(batches, self.mesh)
         self.auto.begin(step)
@@ -106,8 +107,13 @@ class TrainStep:
             norm = global_grad_norm(self.weights, self.mesh)
             report, broken = self._report(losses, norm, num_valid, interrupted)
         ce_sum, mtp_sum, z_loss, aux_loss, stop, grad_norm, num_ce, num_mtp, _ = report
+        loss, numbers = ce_sum / max(num_ce, 1), (stop > 0, grad_norm, int(num_ce))
         if broken or not math.isfinite(grad_norm):
-            raise NonFiniteError(self._explain(step, broken, grad_norm))
+            where = first_bad(self.model, self.weights, batches, num_valid, self.mesh.world)
+            return self._refuse(f"{self._explain(step, broken, grad_norm)}; {where}; nothing was updated", *numbers)
+        if (spike := self.guard.spike(loss, grad_norm)) is not None:
+            return self._refuse(f"step {step}: {spike}; nothing was updated", *numbers)
+        self.guard.good(loss, grad_norm)
         counts_LE = self._counts() if want_counts else None
         update_scales(self.model, self.reduce_max)
         notes = self.auto.end()
@@ -116,7 +122,7 @@ class TrainStep:
             self.optimizer.step(lr, clip / grad_norm if 0 < clip < grad_norm else 1.0)
             update_expert_bias(self.model, self.mesh.world, self.bias_rate)
         return StepResult(
-            loss=ce_sum / max(num_ce, 1),
+            loss=loss,
             mtp_loss=mtp_sum / max(num_mtp, 1),
             z_loss=z_loss,
             aux_loss=aux_loss,
@@ -125,6 +131,20 @@ class TrainStep:
             interrupted=stop > 0,
             counts_LE=counts_LE,
             notes=tuple(notes),
+        )
+
+    def _refuse(self, problem: str, interrupted: bool, grad_norm: float, num_tokens: int) -> StepResult:
+        """Forgets everything that forward and backward have left."""
+        for _, weight in self.weights:
+            weight.clear_grad()
+        for _, router in routers(self.model):
+            router.counts.zero_()
+        for scale in role_scales(self.model):
+            scale.seen.zero_()
+        self.auto.abandon()
+        losses = dict.fromkeys(("loss", "mtp_loss", "z_loss", "aux_loss"), math.nan)
+        return StepResult(
+            **losses, grad_norm=grad_norm, num_tokens=num_tokens, interrupted=interrupted, problem=problem
         )
 
     def _backward(self, batches: Sequence[Batch], num_valid: NumValid) -> list[Losses]:
@@ -167,5 +187,5 @@ class TrainStep:
     @staticmethod
     def _explain(step: int, broken: list[int], grad_norm: float) -> str:
         if broken:
-            return f"step {step}: the loss is not finite on rank {', '.join(map(str, broken))}; nothing was updated"
-        return f"step {step}: the gradient norm is {grad_norm} though every rank's loss is finite; nothing was updated"
+            return f"step {step}: the loss is not finite on rank {', '.join(map(str, broken))}"
+        return f"step {step}: the gradient norm is {grad_norm} though every rank's loss is finite"

@@ -186,7 +186,7 @@ def test_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytes
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("training.checkpoint.os.fsync", killed)
+    monkeypatch.setattr("training.checkpoint_files.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         saver.save(2, 2, None)
     monkeypatch.undo()
@@ -195,7 +195,7 @@ def test_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytes
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("place", ["training.shards.dcp.save", "training.checkpoint.json.dump"])
+@pytest.mark.parametrize("place", ["training.shards.dcp.save", "training.checkpoint_files.json.dump"])
 def test_disk_full_is_one_message_and_older_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     saver = checkpointer(tmp_path)
     saver.save(1, 1, None)
@@ -291,6 +291,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     for shard in path.glob("*.distcp"):
         length = shard.stat().st_size
         shard.write_bytes(pickle.dumps(_Evil(tmp_path / "ran")).ljust(length, b"\0"))
+    (path / "checksums.json").unlink()  # an attacker could write one that fits
     model = Toy()
     with pytest.raises(UserError, match="cannot load checkpoint"):
         checkpointer(tmp_path / "other", model=model, optimizer=empty(model)).restore(quiet)

@@ -1,0 +1,35 @@
+"""A copy of all tensors of a checkpoint in host memory, so that training goes on while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from training.shards import Shard
+
+
+class HostCopy:
+    """Buffers that are allocated once (pinned where tensors live on a GPU) and filled by each `take`."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The same shards over copies; valid until the next `take`. Waits for the copies, not for anything else."""
+        copies, on_device = {}, False
+        for name, shard in shards.items():
+            copy = self._buffer(name, shard.tensor)
+            copy.copy_(shard.tensor.detach(), non_blocking=True)
+            copies[name], on_device = replace(shard, tensor=copy), on_device or shard.tensor.is_cuda
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        held = self._buffers.get(name)
+        if held is None or held.shape != like.shape or held.dtype != like.dtype:
+            held = self._buffers[name] = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return held
