@@ -126,6 +126,16 @@ def _split_bf16(
     tl.store(out + 3 * part_stride, high if P3 == 0 else middle if P3 == 1 else low, mask=i < count)
 
 
+@triton.jit
+def _sum_parts(x_ptr, out_ptr, count, cols, row_stride, part_stride, SIZE: tl.constexpr):
+    """out = (part 0 + part 1) + part 2 of SIZE elements."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    ok = i < count
+    x = x_ptr + i // cols * row_stride + i % cols
+    total = tl.load(x, mask=ok, other=0.0) + tl.load(x + part_stride, mask=ok, other=0.0)
+    tl.store(out_ptr + i, total + tl.load(x + 2 * part_stride, mask=ok, other=0.0), mask=ok)
+
+
 # ---------------------------------------------------------------- launchers
 
 
@@ -168,4 +178,13 @@ def split_bf16(x_RC: Tensor, parts: tuple[int, int, int, int], along_rows: bool)
     _split_bf16[(cdiv(x.numel(), 2048),)](
         x, out, x.numel(), cols, row_stride, part_stride, *parts, SIZE=2048, HARDWARE=not INTERPRETED, num_warps=4
     )
+    return out
+
+
+def sum_parts(x: Tensor, along_rows: bool) -> Tensor:
+    """fp32 [3R, C] -> [R, C], or [R, 3C] -> [R, C]: the sum of three parts, smallest first as the callers order them."""
+    rows, cols = (x.shape[0] // 3, x.shape[1]) if along_rows else (x.shape[0], x.shape[1] // 3)
+    out = torch.empty((rows, cols), dtype=torch.float32, device=x.device)
+    row_stride, part_stride = (cols, rows * cols) if along_rows else (3 * cols, cols)
+    _sum_parts[(cdiv(out.numel(), 2048),)](x, out, out.numel(), cols, row_stride, part_stride, SIZE=2048, num_warps=4)
     return out

@@ -16,7 +16,7 @@ def router_gemm(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     """logits = x . w^T -> [T, E] fp32."""
     if _splits(x_TD):
         low_middle_high = _split(w_ED)[: 3 * w_ED.shape[0]]
-        return torch.mm(x_TD, low_middle_high.t(), out_dtype=torch.float32).unflatten(1, (3, -1)).sum(1)
+        return _sum_parts(torch.mm(x_TD, low_middle_high.t(), out_dtype=torch.float32), along_rows=False)
     return _fp32_mm(x_TD.float(), w_ED.float().t())
 
 
@@ -33,7 +33,7 @@ def router_wgrad(dlogits_TE: Tensor, x_TD: Tensor) -> Tensor:
     """dlogits^T . x -> [E, D] fp32."""
     if _splits(x_TD):
         middle_high_low = _split_columns(dlogits_TE)[:, dlogits_TE.shape[1] :]
-        return torch.mm(middle_high_low.t(), x_TD, out_dtype=torch.float32).unflatten(0, (3, -1)).sum(0)
+        return _sum_parts(torch.mm(middle_high_low.t(), x_TD, out_dtype=torch.float32), along_rows=True)
     return _fp32_mm(dlogits_TE.float().t(), x_TD.float())
 
 
@@ -54,6 +54,13 @@ def _split_columns(dlogits_TE: Tensor) -> Tensor:
     from fp8.route_kernels import split_bf16
 
     return split_bf16(dlogits_TE, (0, 1, 0, 2), along_rows=False)
+
+
+def _sum_parts(x: Tensor, along_rows: bool) -> Tensor:
+    """The three products, added up."""
+    from fp8.route_kernels import sum_parts
+
+    return sum_parts(x, along_rows)
 
 
 def _fp32_mm(a: Tensor, b: Tensor) -> Tensor:

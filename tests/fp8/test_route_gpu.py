@@ -46,6 +46,13 @@ def test_split_is_exact() -> None:
     assert torch.equal(columns[:, 3] + columns[:, 1] + columns[:, 0], x) and torch.equal(columns[:, 2], columns[:, 0])
 
 
+@pytest.mark.parametrize("along_rows", [False, True])
+def test_sum_of_parts(along_rows: bool) -> None:
+    parts = [torch.randn(37, 32, device=DEVICE) for _ in range(3)]
+    got = kernels.sum_parts(torch.cat(parts, 0 if along_rows else 1), along_rows)
+    assert torch.equal(got, (parts[0] + parts[1]) + parts[2])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the products are library calls on a GPU")
 def test_gemms_have_fp32_accuracy() -> None:
     x, w, dy = randn(4096, 2048), randn(256, 2048, dtype=torch.float32, scale=0.02), randn(4096, 256, dtype=torch.float32)
