@@ -22,6 +22,7 @@ from fp8.fused import ROW
 from fp8.permute import Permutation, build_permutation, permute, permute_slots, unpermute_sum
 from fp8.quantize import quantize, quantize_both, requantize_t, retile_t
 from fp8.quantized import Quantized
+from fp8.router_gemm import router_gemm
 from model.config import ModelConfig
 
 EPS = 1e-6
@@ -102,6 +103,9 @@ def router_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     ids, weights, lse = route_kernels.route(logits, bias, *sizes, counts)
     yield "route", lambda: route_kernels.route(logits, bias, *sizes, counts), 4 * t * e + 12 * t * k
     yield "route backward", lambda: route_kernels.route_backward(logits, ids, lse, weights, lse, 2.5), 8 * t * e + 12 * t * k
+    x, w, size = random(t, c.hidden_size), random(e, c.hidden_size, dtype=torch.float32), 2 * t * c.hidden_size + 4 * t * e
+    yield "router product as three BF16 ones", lambda: router_gemm(x, w), size
+    yield "router product in IEEE FP32", lambda: x.float() @ w.t(), size
     yield "split fp32 -> 4 x BF16", lambda: route_kernels.split_bf16(logits, (0, 1, 0, 2), False), 12 * t * e
 
 
