@@ -1,0 +1,288 @@
+"""Kills ranks of a small training run at random, restarts it each time, and compares it with a run that nobody disturbed.
+
+    python -m tools.drill                       50 kills, 2 to 4 CPU ranks: some minutes
+    python -m tools.drill --kills 4 --ranks 2   the short form, as in the tests
+
+Each kill is `kill -9`, of one rank or of all of them, either at a random moment or while a checkpoint is being written. A rank that
+loses its peers ends by itself. Then the ranks start again, as torchrun would start them, and must resume from the newest checkpoint
+that was whole at the kill. In the end every loss, gradient norm and tensor must equal the undisturbed run's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.run_state import whole_checkpoints
+
+EVERY = 3  # steps between checkpoints
+CONFIG = """
+model: {vocab_size: 384, hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 64,
+  intermediate_size: 128, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 128, n_group: 2, topk_group: 2,
+  num_nextn_predict_layers: 0, max_position_embeddings: 64, initializer_range: 0.05, loss_chunk: 128}
+data: {source: text, paths: [TEXTS/*.txt], dir: FOLDER, tokenizer: FOLDER/t.model, vocab_size: 350, seq_len: 32,
+  validation_fraction: 0.2}
+train: {global_batch: 12, micro_batch: 1, log_every: 1, device: cpu, timeout_s: 60}
+optim: {lr: 3.0e-3, schedule: cosine, warmup_steps: 2}
+eval: {samples: 0}
+log: {wandb: off, progress: false}
+"""
+
+
+@dataclass
+class Report:
+    """What happened; `failures` must be empty."""
+
+    kills: int = 0
+    one_rank: int = 0
+    all_ranks: int = 0
+    while_saving: int = 0
+    half_saves: int = 0  # folders that a kill left half written
+    from_scratch: int = 0  # restarts before the first checkpoint
+    steps_lost: list[int] = field(default_factory=list)  # steps trained and not on disk, per kill
+    runs: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        lost = self.steps_lost or [0]
+        return (
+            f"{self.kills} kills ({self.one_rank} of one rank, {self.all_ranks} of all; {self.while_saving} while saving, "
+            f"{self.half_saves} half-written checkpoints left behind) over {self.runs} runs; steps lost: at most {max(lost)}, "
+            f"{sum(lost) / len(lost):.1f} in the mean; {self.from_scratch} kills came before the first checkpoint; "
+            f"{len(self.failures)} failures"
+        )
+
+
+class Job:
+    """One start of all ranks of a run."""
+
+    def __init__(self, context: multiprocessing.context.BaseContext, arguments: list[str], ranks: int, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes = [
+            context.Process(target=_rank, args=(rank, ranks, port, arguments, str(log))) for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def running(self) -> bool:
+        return all(p.is_alive() for p in self.processes)
+
+    def kill(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.processes[rank].kill()
+
+    def end(self, timeout_s: float = 60.0) -> list[int | None]:
+        """Waits for every rank; the exit codes, None for one that had to be killed after `timeout_s`."""
+        deadline, codes = time.monotonic() + timeout_s, []
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            codes.append(process.exitcode)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return codes
+
+
+def _rank(rank: int, ranks: int, port: int, arguments: list[str], log: str) -> None:
+    """A rank as torchrun starts it; says what it says into `log`."""
+    with open(log, "a", buffering=1) as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(address, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    import train
+
+    torch.set_num_threads(1)
+    sys.exit(train.main(arguments))
+
+
+def make_base(folder: Path) -> Path:
+    """A configuration, a tokenizer and packed data in `folder`; the configuration's path."""
+    from training.config import load_config
+    from training.packing import pack_corpus
+    from training.tokenizer import train_tokenizer
+
+    texts = folder / "texts"
+    texts.mkdir(parents=True)
+    source = inspect.getsource(argparse)
+    for i in range(24):
+        (texts / f"{i:02}.txt").write_text(source[3000 * i : 3000 * i + 3000], encoding="utf-8")
+    path = folder / "run.yaml"
+    path.write_text(CONFIG.replace("TEXTS", str(texts)).replace("FOLDER", str(folder)), encoding="utf-8")
+    config = load_config(str(path))
+    pack_corpus(config.data, train_tokenizer([p.read_text() for p in sorted(texts.iterdir())], 350, config.data.tokenizer))
+    return path
+
+
+class Drill:
+    """Runs of one number of ranks against one undisturbed run of the same."""
+
+    def __init__(self, base: Path, folder: Path, ranks: int, steps: int, rng: random.Random, report: Report) -> None:
+        self.base, self.folder, self.ranks, self.steps, self.rng, self.report = base, folder, ranks, steps, rng, report
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint", "train"])
+        self.run_s = 0.0
+
+    def start(self, name: str) -> Job:
+        arguments = ["--config", str(self.base), f"run.dir={self.folder / name}", f"train.steps={self.steps}"]
+        arguments += [f"checkpoint.every={EVERY}", "checkpoint.keep=2"]
+        return Job(self.context, arguments, self.ranks, self.folder / f"{name}.log")
+
+    def undisturbed(self) -> None:
+        """The run that the others are compared with; also measures how long one takes."""
+        began, job = time.monotonic(), self.start("calm")
+        codes = job.end(600.0)
+        assert codes == [0] * self.ranks, f"undisturbed run ended with {codes}, see {self.folder}/calm.log"
+        self.run_s = time.monotonic() - began
+
+    def disturbed(self, name: str, kills: int) -> None:
+        """One run with up to `kills` kills; its restarts, and the comparison."""
+        self.report.runs += 1
+        for _ in range(kills):
+            job, saving = self.start(name), self.rng.random() < 0.4
+            if not self._wait(job, name, saving):
+                if job.end() != [0] * self.ranks:
+                    self._fail(name, "ended by itself with an error")
+                break
+            self._kill(job, name, saving)
+        else:
+            codes = self.start(name).end(600.0)
+            if codes != [0] * self.ranks:
+                self._fail(name, f"the last restart ended with {codes}")
+        self._compare(name)
+
+    def _wait(self, job: Job, name: str, saving: bool) -> bool:
+        """Until the moment of the kill; False when the run is over before."""
+        moment = time.monotonic() + self.rng.uniform(0.2, 0.8) * self.run_s
+        before = self._half(name)
+        while job.running:
+            if saving and self._half(name) - before:
+                time.sleep(self.rng.uniform(0, 0.01))
+                return job.running
+            if not saving and time.monotonic() > moment:
+                return True
+            time.sleep(0.001)
+        return False
+
+    def _half(self, name: str) -> set[tuple[str, int]]:
+        found = set()
+        for path in (self.folder / name / "checkpoints").glob("step_*.tmp"):
+            try:
+                found.add((path.name, path.stat().st_ino))
+            except OSError:
+                pass
+        return found
+
+    def _kill(self, job: Job, name: str, saving: bool) -> None:
+        everyone = self.rng.random() < 0.5
+        job.kill(list(range(self.ranks)) if everyone else [self.rng.randrange(self.ranks)])
+        codes = job.end()
+        r = self.report
+        r.kills, r.one_rank, r.all_ranks = r.kills + 1, r.one_rank + (not everyone), r.all_ranks + everyone
+        r.while_saving, r.half_saves = r.while_saving + saving, r.half_saves + bool(self._half(name))
+        whole, trained = whole_checkpoints(self.folder / name), _last_step(self.folder / name)
+        if None in codes or (0 in codes and trained < self.steps):
+            self._fail(name, f"after a kill the ranks ended with {codes}")
+        newest = int(whole[-1].name.removeprefix("step_")) if whole else 0
+        r.from_scratch += not whole
+        r.steps_lost.append(trained - newest)
+        if trained - newest > 2 * EVERY:  # those since the save, and those of a save in the background that was cut off
+            self._fail(name, f"{trained - newest} steps lost")
+
+    def _compare(self, name: str) -> None:
+        ours, calm = self.folder / name, self.folder / "calm"
+        for key, (got, want) in {"losses": (_curve(ours), _curve(calm)), "tensors": (_bytes(ours), _bytes(calm))}.items():
+            if got != want:
+                self._fail(name, f"{key} differ from the undisturbed run's")
+        if "Traceback" in (text := (self.folder / f"{name}.log").read_text()) and "Error" in text.split("Traceback")[-1]:
+            odd = [line for line in text.splitlines() if line.startswith(("AssertionError", "KeyError", "TypeError", "ValueError"))]
+            if odd:
+                self._fail(name, odd[0])
+        shutil.rmtree(ours)
+
+    def _fail(self, name: str, what: str) -> None:
+        self.report.failures.append(f"{self.ranks} ranks, run {name}: {what}")
+
+
+def _last_step(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    steps = [0]
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            steps.append(json.loads(line)["step"])
+        except ValueError:  # cut off by the kill
+            continue
+    return steps[-1]
+
+
+def _curve(run: Path) -> dict[int, tuple[float, float]]:
+    from training.metrics import read_metrics
+
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in read_metrics(run / "metrics.jsonl") if "loss" in r}
+
+
+def _bytes(run: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint."""
+    import torch
+
+    from training.shards import tensor_names
+    from training.streaming import ShardReader
+
+    path = whole_checkpoints(run)[-1]
+    reader = ShardReader(path)
+    return {name: reader.raw(name).view(-1).view(torch.uint8).numpy().tobytes() for name in sorted(tensor_names(path))}
+
+
+def drill(folder: Path, kills: int, rank_counts: list[int], steps: int, per_run: int, seed: int) -> Report:
+    """At least `kills` kills, spread over the numbers of ranks; `per_run` on one run."""
+    report, rng = Report(), random.Random(seed)
+    base = make_base(folder / "base")
+    for place, ranks in enumerate(rank_counts):
+        part = Drill(base, folder / str(ranks), ranks, steps, rng, report)
+        part.folder.mkdir()
+        part.undisturbed()
+        goal, run = kills * (place + 1) // len(rank_counts), 0
+        while report.kills < goal and run < 10 * kills:
+            part.disturbed(f"run{run}", min(per_run, goal - report.kills))
+            run += 1
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the counts; status 1 when anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--per-run", type=int, default=5, help="kills of one run")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = drill(Path(folder), args.kills, args.ranks, args.steps, args.per_run, args.seed)
+    print(report.text())
+    print(json.dumps(dataclasses.asdict(report) | {"seconds": round(time.monotonic() - began)}))
+    for failure in report.failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return bool(report.failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
