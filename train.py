@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 train.py --config configs/small.yaml optim.lr=3e-4   one process a GPU
     python train.py --config configs/ling_mini.yaml --dry-run                        check, count and stop
 
-Exit status: 0 done; 2 a mistake in the configuration or in its files; 3 loss or gradient not finite, or a spike; 4 replicas differ;
-6 stopped without saving; 143 stopped by a signal, after saving (docs/reliability.md).
+Exit status: 0 done; 2 a mistake in the configuration or in its files, or no memory for the experts' rows; 3 loss or gradient not
+finite, or a spike; 4 replicas differ; 6 stopped without saving; 143 stopped by a signal, after saving (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fp8.optimizer import AdamW
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
+from parallel.memory import ExpertMemoryError
 from parallel.mesh import WIRES, build_mesh, close_mesh
 from training.checkpoint import Checkpointer
 from training.config import Config, load_config
@@ -97,8 +98,8 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
     bias_rate, auto = config.model.bias_update_rate, config.fp8.auto
-    wire = parallel.grad_wire
-    take_step = TrainStep(model, optimizer, mesh, optim, bias_rate, phases, auto, train.cuda_graphs, wire, guard)
+    wire, graphs = parallel.grad_wire, train.cuda_graphs
+    take_step = TrainStep(model, optimizer, mesh, optim, bias_rate, phases, auto, graphs, wire, guard)
     resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     phases.note = lambda name: watchdog.note(f"{name} of step {done}")
@@ -138,12 +139,12 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
             batches = [batch.to(device) for batch in next(loader)]
         lr = learning_rate(done - 1, optim, train.steps)
         result = take_step(done, batches, lr, stop.requested, want_counts=logged)
-        stopping = result.interrupted
+        stopping = result.interrupted and stop.arm()
         if result.problem is not None:
             metrics.warn(result.problem)
             metrics.event("bad_step", done, problem=result.problem)
+            checkpointer.settle(metrics.warn)
             if guard.bad(result.problem, checkpointer.last):
-                checkpointer.wait()
                 done = checkpointer.restore(metrics.warn, rollback=True).step
                 metrics.event("resume", done)
                 continue
@@ -154,33 +155,27 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
         metrics.advance()
         for path in window.end(done, last or stopping):
             metrics.say(f"wrote {path}")
-        if state is None and done == first and logged and (problem := first_loss_problem(config, result.loss)) is not None:
-            metrics.warn(problem)
+        if state is None and done == first and logged:
+            metrics.warn(first_loss_problem(config, result.loss))
         if health is not None:
             measured = health.result()
             metrics.log(done, health_by_class(measured), {"fp8": measured})
-            if (warning := unhealthy(measured, faults)) is not None:
-                metrics.warn(warning)
+            metrics.warn(unhealthy(measured, faults))
         if logged:
             values = result.metrics() | {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
             seconds = phases.read()
-            values |= throughput.read(seconds) | expert_load(model, result.counts_LE) | resources.read(done)
-            if mesh.world.size > 1:
-                slow, warning = slowest(gather(seconds, mesh.world), faults.slow_rank)
-                values |= slow
-                if warning is not None:
-                    metrics.warn(warning)
+            slow, warning = slowest(gather(seconds, mesh.world), faults.slow_rank)
+            metrics.warn(warning)
+            values |= throughput.read(seconds) | expert_load(model, result.counts_LE) | resources.read(done) | slow
             with_tables = result.counts_LE is not None and detailed(done, train.steps, train.log_every)
             metrics.log(done, values, {"load": load_table(model, result.counts_LE)} if with_tables else None)
             metrics.say(console_line(done, train.steps, values))
         if done == first:
             metrics.say(f"held        {steady_state(optimizer, device)}")
-        if mesh.world.size > 1 and (done == first or due(faults.compare_every, done)):
+        if done == first or due(faults.compare_every, done):
             compare_replicas(model, mesh, done)
         if config.eval.samples and due(config.eval.every, done) and not (last or stopping):
             stopping = not validate()
-        if stopping:
-            stop.arm()
         if config.checkpoint.every and (due(config.checkpoint.every, done) or last or stopping):
             with phases("checkpoint"):
                 wait = last or stopping or not config.checkpoint.background
@@ -213,10 +208,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(describe(config, args.world_size or config.fewest_ranks))
             return 0
         return run(load_config(args.config, args.overrides, world_size))
-    except (UserError, BadStepError, DesyncError) as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
+    except (UserError, ExpertMemoryError, BadStepError, DesyncError) as error:
+        alone = isinstance(error, ExpertMemoryError)
+        if alone or int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
-        return {UserError: MISTAKE, BadStepError: DIVERGED, DesyncError: DESYNCED}[type(error)]
+        return {BadStepError: DIVERGED, DesyncError: DESYNCED}.get(type(error), MISTAKE)
     finally:
         close_mesh()
 

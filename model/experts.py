@@ -5,6 +5,8 @@ Shapes: T tokens, k experts a token, R rows of the padded buffer of this rank, E
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +23,7 @@ from fp8.weight import Weight
 from model.config import ModelConfig
 from parallel.dispatch import (
     PlanStart,
+    buffer_rows,
     combine_rows,
     combine_slots,
     dispatch,
@@ -29,6 +32,7 @@ from parallel.dispatch import (
     start_dispatch_rows,
     start_plan,
 )
+from parallel.memory import explained
 from parallel.mesh import Axis
 from parallel.split import split_weight
 
@@ -54,6 +58,13 @@ class _Call:
     stash: Stash
     name: str
     stage: int
+
+    def in_memory(self, axis: Axis, rows: Callable[[], int], dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Where what is done inside does not fit, the error says what the layer needs."""
+        local, hidden, width = self.w2.data.shape
+        kept, wide = self.w2.data.element_size(), dtype.itemsize
+        row_bytes = kept * (hidden + 3 * width) + wide * (2 * width + hidden)  # x, pre-activation and activation; h, y
+        return explained(f"{self.name}, {local} experts of ep rank {axis.rank}", rows, row_bytes)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -93,35 +104,39 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
         call, plan, groups = ctx.call, ctx.plan, ctx.plan.perm.groups
-        w1, w2 = call.w1, call.w2
-        arriving = start_dispatch_rows(w2.quantize_grad(dout_TD), plan)
-        w2_t = transpose(w2.q)  # while dy travels
-        w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
-        dy_q = arriving()
-        da_Rf = grouped_gemm_nt(dy_q, w2_t, groups, ctx.dtype)
-        del w2_t
-        if w1.is_watched:
-            clear_unused(da_Rf, groups)
-        a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype, live_B)
-        if w2.trainable:
-            dy_t, a_t = w2.retile_grad_t(dy_q, live_B), requantize_t(a_q, live_B)
-            w2.accumulate(lambda out, acc: grouped_wgrad(dy_t, a_t, groups, out, acc))
-            del dy_t, a_t
-        del dy_q, a_q
-        dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
-        del h_q, da_Rf
-        dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
-        leaving = start_combine_rows(dx_RD, plan)  # dx travels while w1's gradient is made
-        del dh_q, dx_RD
-        rows_q = ctx.rows.pop()
-        if w1.trainable:
-            x_t = requantize_t(rows_q, live_B)
-            w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
-        return leaving(), combine_slots(dw_R, plan), None, None, None
+        with call.in_memory(plan.axis, lambda: groups.max_rows, ctx.dtype):
+            w1, w2 = call.w1, call.w2
+            arriving = start_dispatch_rows(w2.quantize_grad(dout_TD), plan)
+            w2_t = transpose(w2.q)  # while dy travels
+            w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
+            dy_q = arriving()
+            da_Rf = grouped_gemm_nt(dy_q, w2_t, groups, ctx.dtype)
+            del w2_t
+            if w1.is_watched:
+                clear_unused(da_Rf, groups)
+            a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype, live_B)
+            if w2.trainable:
+                dy_t, a_t = w2.retile_grad_t(dy_q, live_B), requantize_t(a_q, live_B)
+                w2.accumulate(lambda out, acc: grouped_wgrad(dy_t, a_t, groups, out, acc))
+                del dy_t, a_t
+            del dy_q, a_q
+            dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
+            del h_q, da_Rf
+            dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
+            leaving = start_combine_rows(dx_RD, plan)  # dx travels while w1's gradient is made
+            del dh_q, dx_RD
+            rows_q = ctx.rows.pop()
+            if w1.trainable:
+                x_t = requantize_t(rows_q, live_B)
+                w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
+            return leaving(), combine_slots(dw_R, plan), None, None, None
 
 
 class RoutedExperts(nn.Module):
-    """E SwiGLU experts, split over `ep`; x [T, D] quantised, weights [T, k] of the ids that `start` got -> [T, D]."""
+    """E SwiGLU experts, split over `ep`; x [T, D] quantised, weights [T, k] of the ids that `start` got -> [T, D].
+
+    Raises ExpertMemoryError where the rows that came do not fit, from forward and from backward.
+    """
 
     def __init__(self, config: ModelConfig, recipe: Recipe, ep: Axis, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
@@ -138,4 +153,5 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x: Activation, start: PlanStart, weights_Tk: Tensor) -> Tensor:
         call = _Call(x, start, self.gate_up, self.down, self.stash, self.name, self.stage)
-        return _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call)
+        with call.in_memory(self.ep, lambda: buffer_rows(start), x.carrier.dtype):
+            return _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call)

@@ -26,6 +26,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fp8.grouped_gemm import padded_rows
 from fp8.permute import (
     Permutation,
     build_permutation,
@@ -142,9 +143,6 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
 
     Returns:
         (rows [R, D] padded and grouped by local expert, weights [R] with zeros on padding, the plan).
-
-    Raises:
-        RuntimeError: the rows that came do not fit into this device's memory; the message says how much they need.
     """
     axis = start.axis
     if axis.size == 1:
@@ -152,24 +150,16 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
         return permute(x_q, plan.perm), permute_slots(weights_Tk, plan.perm), plan
     local, k = start.num_experts // axis.size, start.ids_Tk.shape[1]
     send, recv = _token_counts(start)
-    try:
-        with _beside_later_work(start) as hand_over:
-            token_M, rank_M, row_Tn = send_order(start.to_rank_Tn, sum(send))
-            ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
-            extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
-            form, payload = RowFormat.of(x_q, extra.shape[1]), pack(x_q, token_M, extra)
-            arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
-            hand_over(token_M, row_Tn, arrived)
-        weights_Nk, ids_Nk = _unpack_slots(extra_of(arrived, form), k)
-        perm = build_permutation(ids_Nk, local, _buffer_rows(start))
-        rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
-    except torch.OutOfMemoryError as error:
-        rows = _buffer_rows(start)
-        need = (sum(recv) + rows) * RowFormat.of(x_q).row_bytes / 2**30
-        raise RuntimeError(
-            f"ep rank {axis.rank} received {sum(recv)} tokens for {local} experts ({rows} padded rows): their rows alone "
-            f"need {need:.2f} GiB. Smaller micro-batches, more ep ranks or a better balance would help."
-        ) from error
+    with _beside_later_work(start) as hand_over:
+        token_M, rank_M, row_Tn = send_order(start.to_rank_Tn, sum(send))
+        ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
+        extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
+        form, payload = RowFormat.of(x_q, extra.shape[1]), pack(x_q, token_M, extra)
+        arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
+        hand_over(token_M, row_Tn, arrived)
+    weights_Nk, ids_Nk = _unpack_slots(extra_of(arrived, form), k)
+    perm = build_permutation(ids_Nk, local, buffer_rows(start))
+    rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
     return rows, w_R, DispatchPlan(axis, perm, tuple(send), tuple(recv), token_M, row_Tn)
 
 
@@ -203,8 +193,10 @@ def _token_counts(start: PlanStart) -> tuple[list[int], list[int]]:
     return sent, received
 
 
-def _buffer_rows(start: PlanStart) -> int:
-    """Rows of the padded buffer, exactly: each expert's rows rounded up to a block."""
+def buffer_rows(start: PlanStart) -> int:
+    """Rows of the padded buffer, once counts are known: each expert's rounded up to a block. At ep = 1 what holds any routing."""
+    if start.axis.size == 1:
+        return padded_rows(start.ids_Tk.numel(), start.num_experts)
     rows_e = start.counts[1, :, 1:].sum(0)
     return max(BLOCK, int(((rows_e + BLOCK - 1) // BLOCK * BLOCK).sum()))
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import model.experts
-from fp8.grouped_gemm import Groups, grouped_gemm_nt
+from fp8.grouped_gemm import Groups, grouped_gemm_nt, padded_rows
 from fp8.linear import quantize_activation
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from model.experts import RoutedExperts, routed_experts_ref
+from parallel.memory import ExpertMemoryError
 from parallel.mesh import Axis
 from tests.model.tiny import CONFIG, relative_error
 
@@ -105,3 +106,21 @@ def test_wgrad_tiles_never_straddle_two_experts() -> None:
         for weight in (experts.gate_up, experts.down):
             weight.clear_grad()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("step", ["grouped_gemm_nt", "dispatch", "quantize_swiglu_backward"])
+def test_out_of_memory_says_what_the_rows_need(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In dispatch, in the GEMMs and in backward; 1000 rows of one expert, and what their buffers take."""
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB")
+
+    stash, rows = Stash(), padded_rows(1000, CONFIG.num_experts)
+    experts = experts_of(Recipe.block(), stash)
+    monkeypatch.setattr(model.experts, step, fail)
+    hidden, width = CONFIG.hidden_size, CONFIG.moe_intermediate_size
+    need = rows * (hidden + 3 * width + 4 * (2 * width + hidden)) / 2**30  # FP8 kept, an FP32 stream
+    with pytest.raises(ExpertMemoryError) as caught:
+        gradients(experts, stash, [1000])
+    where = f"e, {CONFIG.num_experts} experts of ep rank 0"
+    assert str(caught.value).startswith(f"{where}: out of memory: {rows} rows need {need:.2f} GiB")

@@ -22,6 +22,7 @@ from torch import Tensor
 import train
 from fp8.weight import weights
 from model.router import routers
+from model.transformer import Transformer
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks, run_train
 from tests.model import tiny
@@ -450,3 +451,36 @@ def test_run_dir_that_is_a_file(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write in run.dir"):
         Metrics(config_of(base, tmp_path / "file/run"), active=True).start(0, None)
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def test_the_log_shows_what_each_kind_of_collective_sends_and_how_long_it_takes(base: Path, tmp_path: Path) -> None:
+    """Bytes and seconds by kind in metrics.jsonl, from a run of two ranks that split the experts."""
+    overrides = [f"run.dir={tmp_path}", "parallel.ep=2", "train.steps=2", "eval.samples=0", "checkpoint.every=0"]
+    done = run_train("--config", str(base / "run.yaml"), *overrides, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [r for r in read_metrics(tmp_path / "metrics.jsonl") if "loss" in r]
+    assert [r["step"] for r in records] == [1, 2]
+    for record in records:
+        for kind in ("gradients", "dispatch", "combine"):
+            assert record[f"wire/{kind}_gb"] > 0 and record[f"wire_time/{kind}_s"] > 0, kind
+        config = config_of(base, tmp_path, "parallel.ep=2", world_size=2)
+        with torch.device("meta"):
+            model = Transformer(config.model, config.fp8.build(), Mesh.solo())
+        dense = sum(w.numel for _, w in weights(model) if not w.expert)  # a ring of two sends each FP32 gradient once
+        assert record["wire_format/gradients/fp32_gb"] == pytest.approx(4 * dense / 1e9, rel=1e-9)
+        assert record["wire/gradients_gb"] == record["wire_format/gradients/fp32_gb"]
+
+
+def test_experts_without_memory_end_the_run_with_a_message(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("model.experts.grouped_gemm_nt", fail)
+    assert train.main(["--config", str(base / "run.yaml"), f"run.dir={tmp_path}", "train.steps=1"]) == 2
+    shown = capsys.readouterr().err
+    assert "error: layers.1.block.experts, 4 experts of ep rank 0: out of memory: 640 rows need" in shown and "Traceback" not in shown
