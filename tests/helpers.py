@@ -7,6 +7,7 @@ seconds that an import takes; still, put many checks into one launch.
 from __future__ import annotations
 
 import io
+import math
 import multiprocessing
 import os
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -94,15 +95,20 @@ def _from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+def largest(errors: Iterable[float]) -> float:
+    """The largest error. `max` passes over a NaN that does not come first: here one that is not finite is infinite."""
+    return max(e if math.isfinite(e) else math.inf for e in errors)
+
+
 def run_train(
-    *args: str, ranks: int = 1, env: dict[str, str] | None = None, timeout: float = 240.0
+    *args: str, ranks: int = 1, env: dict[str, str] | None = None, timeout: float = 240.0, script: str = "train.py"
 ) -> subprocess.CompletedProcess:
-    """Runs `train.py args`, under torchrun when `ranks` > 1; returns exit code, stdout and stderr as text."""
+    """Runs `train.py args` (or another `script`), under torchrun when `ranks` > 1; returns exit code, stdout and stderr as text."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [*launcher, "train.py", *args],
+        [*launcher, script, *args],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})},
         capture_output=True,

@@ -94,15 +94,19 @@ class Checkpointer:
 
     def try_save(self, *state: Any, must: bool, warn: Warn) -> None:
         """`save`; a failure is only a warning unless it `must` succeed: a full disk may have room again at the next one."""
-        try:
-            self.wait()
-        except UserError as error:
-            warn(str(error))
+        self.settle(warn)
         try:
             self.save(*state)
         except UserError as error:
             if must:
                 raise
+            warn(str(error))
+
+    def settle(self, warn: Warn) -> None:
+        """`wait`, with a warning where that save failed; then every rank has the same `last`."""
+        try:
+            self.wait()
+        except UserError as error:
             warn(str(error))
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """Names the first bad tensor of a step that came out not finite, by doing the step once more and looking.
 
-Nothing watches ordinary steps: a bad one is repeated, micro-batch by micro-batch and without reduction, with a look at each module's
-output and each rank's own gradients. Every rank calls it, because layers communicate.
+Nothing watches ordinary steps: a bad one is repeated, micro-batch by micro-batch and without reduction, with a look at each
+module's output and each rank's own gradients. Every rank calls it, because layers communicate.
 """
 
 from __future__ import annotations

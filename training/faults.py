@@ -115,6 +115,8 @@ def slowest(seconds: list[dict[str, float]], limit: float) -> tuple[dict[str, fl
     Args:
         seconds: of each rank, by phase. Time in "reduce" is waiting, and evaluation and saving do not count.
     """
+    if len(seconds) == 1:
+        return {}, None
     waiting = ("reduce", "eval", "checkpoint")
     own = [sum(s for name, s in phases.items() if name not in waiting) for phases in seconds]
     mean, worst = sum(own) / len(own), max(range(len(own)), key=own.__getitem__)

@@ -179,9 +179,9 @@ class Metrics:
             text = self.prefix + text
             tqdm.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
-    def warn(self, text: str) -> None:
-        """A warning on the console."""
-        if self.active:
+    def warn(self, text: str | None) -> None:
+        """A warning on the console; None is none."""
+        if self.active and text is not None:
             tqdm.write(f"{self.prefix}warning: {text}", file=sys.stderr)
 
     def advance(self) -> None:

@@ -55,12 +55,13 @@ class StopRequest:
                 self._give_up(f"second signal ({signal.Signals(number[0]).name})")
         os.close(self._read)
 
-    def arm(self) -> None:
-        """Starts the deadline, if it does not run yet."""
+    def arm(self) -> bool:
+        """Starts the deadline, if it does not run yet. Returns True."""
         if self._timer is None:
             self._timer = threading.Timer(self.within_s, self._give_up, [f"{self.within_s:g} s after the signal"])
             self._timer.daemon = True
             self._timer.start()
+        return True
 
     def agreed(self, world: Axis) -> bool:
         """Whether any rank has been asked to stop; every rank calls it and gets the same answer."""
