@@ -1,12 +1,13 @@
 """The launcher itself: results in rank order, errors and deaths reported."""
 
+import math
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 
 
 def _sum_of_ranks(rank: int, size: int, offset: float) -> torch.Tensor:
@@ -37,3 +38,8 @@ def test_traceback_of_a_rank_is_reported() -> None:
 def test_death_of_a_rank_is_reported() -> None:
     with pytest.raises(AssertionError, match="rank 1 died|did not answer"):
         run_ranks(2, _dies, timeout=20)
+
+
+def test_the_largest_error_is_infinite_where_one_is_not_finite() -> None:
+    assert largest([1.0, 3.0, 2.0]) == 3.0
+    assert largest([1.0, math.nan, 2.0]) == largest([math.nan, 1.0]) == largest(iter([0.0, -math.inf])) == math.inf

@@ -57,6 +57,18 @@ def reductions(rank: int, size: int) -> dict[str, Any]:
     for _, weight in named:
         weight.clear_grad()
 
+    mesh.traffic.reset()
+    sent = lambda: mesh.traffic.by_kind().get("gradients", 0)  # noqa: E731
+    fill(bag, "e norm", 1.0)
+    seen["started"] = [sent()]
+    for name in ("unused", "c", "a", "b"):  # in order of use: unused and c leave at once, a waits behind b
+        fill(bag, name, 1.0)
+        seen["started"].append(sent())
+    reducer.finish()
+    seen["started"].append(sent())
+    for _, weight in named:
+        weight.clear_grad()
+
     fill(bag, "a b c norm e", float("nan") if rank == 3 else 1.0)
     reducer.finish()
     seen["nan"] = global_grad_norm(named, mesh).item()
@@ -94,6 +106,14 @@ class TestReduction:
         for seen in by_rank:
             assert seen["early False"] == [1.0] and seen["accumulated"]["a"] == [4.0]
             assert seen["accumulated"]["norm"] == [8.0] and seen["accumulated"]["unused"] == [0.0]
+
+    def test_buckets_leave_while_backward_runs_and_in_one_order(self, by_rank: list[dict]) -> None:
+        """Sums start as soon as their bucket and those before it are full; nothing is left for `finish` but to wait."""
+        weight = 8 * 4 * 4  # bytes of a gradient, each in a bucket of its own; a ring of two sends as many
+        for seen in by_rank:
+            start = [0, weight, 2 * weight, 2 * weight]
+            assert seen["started"][:4] == start
+            assert seen["started"][4] == seen["started"][5] == 4 * weight + 2 * 8 * 4 + 2 * 16 * 3 // 4
 
     def test_every_rank_sees_the_nan_of_one(self, by_rank: list[dict]) -> None:
         assert all(seen["nan"] != seen["nan"] for seen in by_rank)

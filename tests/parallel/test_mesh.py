@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 import torch.distributed as dist
 
+from parallel.collectives import all_reduce
 from parallel.mesh import Mesh, build_mesh, check_layout
 from tests.helpers import run_ranks
 
@@ -35,6 +39,36 @@ def test_axes_hold_the_documented_ranks() -> None:
             assert axes[tp, ep, "ep"] == [r for r in range(4) if r // ep == rank // ep]
             assert axes[tp, ep, "edp"] == [r for r in range(4) if r % ep == rank % ep]
             assert axes[tp, ep, "world"] == [0, 1, 2, 3]
+
+
+def timeouts(rank: int, size: int) -> dict[str, float]:
+    """Of each axis's group."""
+    mesh, cpu = build_mesh(2, 4, timeout_s=7.0), torch.device("cpu")
+    axes = {name: getattr(mesh, name) for name in ("tp", "ep", "dp", "edp", "world")}
+    return {n: a.group._get_backend(cpu).options._timeout.total_seconds() for n, a in axes.items() if a.size > 1}
+
+
+@pytest.mark.distributed
+def test_the_timeout_reaches_every_group() -> None:
+    """A new group would otherwise wait for half an hour."""
+    for found in run_ranks(4, timeouts):
+        assert found == {"tp": 7.0, "ep": 7.0, "dp": 7.0, "world": 7.0}
+
+
+def silence(rank: int, size: int) -> float:
+    """Seconds after which rank 0 gives up on a rank that does not answer."""
+    mesh, began = build_mesh(timeout_s=1.0), time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="(?i)time"):
+            all_reduce(torch.ones(1), mesh.dp, "test")
+    else:
+        time.sleep(3.0)
+    return time.monotonic() - began
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_answer_ends_the_others() -> None:
+    assert 0.9 < run_ranks(2, silence)[0] < 2.9
 
 
 def test_solo_mesh_has_one_rank_on_each_axis() -> None:

@@ -16,7 +16,7 @@ from model.router import routers, update_expert_bias
 from model.transformer import Transformer, initial_values
 from parallel.grad_reduce import GradReducer, global_grad_norm
 from parallel.mesh import WIRES, Mesh, build_mesh
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import CONFIG, backward, bits, errors, own_part
 
 LAYOUTS = [(1, 1, True), (2, 1, True), (2, 1, False), (1, 2, True), (2, 2, True)]
@@ -59,12 +59,13 @@ def compare(rank: int, size: int, store: str, recipe: str) -> dict[Any, Any]:
             model, got = take_steps(mesh, device, recipe)
             off = errors(model, got["grads"], whole)
             found[tp, ep, sequence, wires] = {
-                "loss": max(abs(a / b - 1) for a, b in zip(got["losses"], want["losses"], strict=True)),
+                "loss": largest(abs(a / b - 1) for a, b in zip(got["losses"], want["losses"], strict=True)),
                 "norms": got["norms"],
                 "norm": abs(got["norms"][0] / want["norms"][0] - 1),
-                "grads": max((e, n) for n, e in off.items()),
-                "cosine": min(
-                    torch.nn.functional.cosine_similarity(g.flatten(), own_part(w, whole[n]).flatten(), dim=0).item()
+                "grads": largest(off.values()),
+                "cosine": 1
+                - largest(
+                    1 - torch.nn.functional.cosine_similarity(g.flatten(), own_part(w, whole[n]).flatten(), dim=0).item()
                     for (n, w), g in zip(weights(model), got["grads"].values(), strict=True)
                 ),
                 "bits": got["bits"],
