@@ -75,7 +75,11 @@ class PackedDataset:
     def rows(self, sample_ids: np.ndarray) -> np.ndarray:
         """Tokens of the samples, int64 [B, S + 1]."""
         offsets = np.asarray(sample_ids, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return self._tokens_N[offsets].astype(np.int64)
+        rows = self._tokens_N[offsets].astype(np.int64)
+        if rows.size and rows.max() >= self.info.vocab_size:
+            found = f"token {rows.max()} of a vocabulary of {self.info.vocab_size}"
+            raise UserError(f"{self.path} holds {found}: damaged; prepare the data again")
+        return rows
 
     def bits_per_byte(self, nats_per_token: float) -> float:
         """Compares models of different tokenizers. EOS counts as a token that has no bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def load_masters(
             for name, weight in group:
                 value = codecs[name].decode(masters.pop(name))
                 take(name, value) if take is not None else weight.set_(value)
-    except ShardError as error:
+    except (ShardError, OSError, UnpicklingError) as error:
         raise UserError(f"cannot load checkpoint {path}: {error}") from error
 
 

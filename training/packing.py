@@ -61,7 +61,12 @@ def read_info(path: str) -> PackedInfo:
         if fields["format"] != FORMAT:
             raise UserError(f"{description} has format {fields['format']}, octet reads {FORMAT}; prepare the data anew")
         info = PackedInfo(**fields)
-    except (ValueError, TypeError, KeyError) as error:
+        for name in ("num_tokens", "text_bytes", "vocab_size", "eos_id"):
+            if type(fields[name]) is not int or fields[name] < 0:
+                raise TypeError(f"{name} is {fields[name]!r:.40}")
+        if info.dtype not in ("<u2", "<u4"):
+            raise TypeError(f"dtype is {info.dtype!r:.40}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{description} is damaged ({error}); delete it and prepare the data again") from error
     size, expected = os.path.getsize(path), info.num_tokens * np.dtype(info.dtype).itemsize
     if size != expected:

@@ -49,10 +49,12 @@ class RunState:
             fields = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             if fields["format"] != FORMAT:
                 raise UserError(f"checkpoint {folder} has format {fields['format']}; this version reads {FORMAT}")
-            return RunState(**fields)
+            state = RunState(**fields)
+            _check_types(state)
+            return state
         except OSError as error:
             raise UserError(f"cannot read checkpoint {folder}: {error.strerror or error}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"checkpoint {folder}: state.json is damaged ({error})") from error
 
     def check(self, folder: Path, model: ModelConfig, tokenizer: str, data: str, warn: Warn) -> None:
@@ -71,6 +73,17 @@ class RunState:
             warn(f"model.{name} changes from {old} to {new} with this resume")
         if self.data != data:
             warn("the training data is not what the checkpoint was trained on; the data order goes on in the new data")
+
+
+def _check_types(state: RunState) -> None:
+    """Raises TypeError where JSON held something else than what is used as a number, a text or a mapping."""
+    kinds = {"step": int, "consumed": int, "num_steps": int, "model": dict, "config": dict, "tokenizer": str, "data": str}
+    for name, kind in kinds.items():
+        value = getattr(state, name)
+        if type(value) is not kind or (kind is int and value < 0):
+            raise TypeError(f"{name} is {value!r:.40}")
+    if not all(isinstance(h, list) and len(h) == 2 and all(isinstance(x, float | int) for x in h) for h in state.history):
+        raise TypeError("history is no list of pairs")
 
 
 def whole_checkpoints(run_dir: str | Path) -> list[Path]:

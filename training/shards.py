@@ -108,7 +108,7 @@ def read_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> None:
     """
     try:
         saved = read_metadata(folder).state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
+    except (OSError, pickle.UnpicklingError) as error:
         raise ShardError(_reason(error)) from error
     for name, shard in shards.items():
         dtype = getattr(getattr(saved.get(name), "properties", None), "dtype", shard.tensor.dtype)
@@ -127,7 +127,7 @@ def _run(call: Any, shards: Mapping[str, Shard], world: Axis, **options: Any) ->
     except CheckpointException as error:
         first = next(iter(error.failures.items()))
         raise ShardError(f"rank {first[0]}: {_reason(first[1][0])}") from error
-    except (OSError, RuntimeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch.load of damaged bytes raises nearly anything
         raise ShardError(_reason(error)) from error
 
 
@@ -197,12 +197,17 @@ class _Reader(dcp.FileSystemReader):
 def read_metadata(folder: Path) -> Metadata:
     """What the checkpoint in `folder` holds; runs no code from it. Raises OSError or pickle.UnpicklingError."""
     with open(folder / ".metadata", "rb") as file:
-        found = _Unpickler(file).load()
+        try:
+            found = _Unpickler(file).load()
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise pickle.UnpicklingError(_reason(error)) from error
     tensors, places = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
     if not (isinstance(found, Metadata) and isinstance(tensors, dict) and isinstance(places, dict)):
         raise pickle.UnpicklingError("the checkpoint's metadata is no Metadata")
     for place in places.values():
-        if not re.fullmatch(r"__\d+_\d+\.distcp", place.relative_path):  # a path must not lead out of the folder
+        if not re.fullmatch(r"__\d+_\d+\.distcp", str(place.relative_path)):  # a path must not lead out of the folder
             raise pickle.UnpicklingError(f"the checkpoint's metadata names the file {place.relative_path!r}")
     return found
 
