@@ -5,6 +5,13 @@ Experts and ranks without tokens, ragged counts, padding, rows past the last gro
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,6 +19,7 @@ from fp8.permute import build_permutation, permute, permute_slots, unpermute_slo
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
+from model.loss import count_valid
 from parallel.dispatch import (
     combine_ref,
     combine_rows,
@@ -23,8 +31,10 @@ from parallel.dispatch import (
 )
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
+from tests.parallel.layouts import Case, build, global_batch
 
 EXPERTS, K, D = 8, 2, 512
+MOE_LAYERS = 2  # of tests/parallel/layouts.py's model: one of its two layers, and the MTP layer
 ROW = Recipe.block().activation
 
 
@@ -90,6 +100,56 @@ def check_layout(rank: int, mesh: Mesh, case: str) -> dict:
         "again": torch.equal(again.data.view(torch.uint8), q_rows.data.view(torch.uint8)),
         "slots": torch.equal(combine_slots(w_ref, plan), weights_Tk),
     }
+
+
+@contextmanager
+def recorded_reads() -> Iterator[Counter[str]]:
+    """Counts, by our function that asks, how often a tensor's value is brought to the host."""
+    found: Counter[str] = Counter()
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **options: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name not in ("fp8", "parallel", "model"):
+                frame = frame.f_back
+            found[frame.f_code.co_name] += 1
+            return original(*args, **options)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
+        yield found
+
+
+def host_reads(rank: int, size: int) -> dict[tuple[int, int], tuple[dict[str, int], dict[str, int]]]:
+    """(reads in forward, reads in backward) of a whole model, by ep and activation stage."""
+    seen = {}
+    for ep, stage in ((1, 0), (2, 0), (2, 2), (2, 3), (2, 4)):
+        mesh = build_mesh(1, ep)
+        model = build(Case(ep=ep, recipe="block", stage=stage), mesh)
+        tokens, labels = (x.chunk(2)[rank] for x in global_batch())
+        valid = count_valid(tokens, labels)
+        with recorded_reads() as forward:
+            total = model(tokens, labels, valid).total
+        with recorded_reads() as backward:
+            total.backward()
+        for reads in (forward, backward):
+            reads.pop("_slices", None)  # only the grouped GEMMs' reference needs row counts on the host
+            reads.pop("buffer_rows", None)  # of what _token_counts has brought there
+        seen[ep, stage] = dict(forward), dict(backward)
+    return seen
+
+
+@pytest.mark.distributed
+def test_a_layer_waits_once_for_the_device() -> None:
+    """Its counts at ep > 1. A layer that is recomputed whole (stage 4) dispatches again and so waits again."""
+    for seen in run_ranks(2, host_reads):
+        assert seen[1, 0] == ({}, {})
+        for stage in (0, 2, 3):
+            assert seen[2, stage] == ({"_token_counts": MOE_LAYERS}, {}), stage
+        assert seen[2, 4] == ({"_token_counts": MOE_LAYERS}, {"_token_counts": MOE_LAYERS})
 
 
 CASES = ("plain", "uneven", "empty_source", "idle_rank", "one_expert")
