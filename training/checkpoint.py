@@ -186,7 +186,8 @@ class Checkpointer:
         for name, _ in weights(self.model) if not rollback else ():
             self.optimizer.allocate(name)
         self.load(path, state)
-        before, now = state.config.get("fp8", {}).get("recipe"), self.config.fp8.recipe
+        section, now = state.config.get("fp8"), self.config.fp8.recipe
+        before = section.get("recipe") if isinstance(section, dict) else None
         if before != now:
             warn(f"fp8.recipe changes from {before} to {now}: scales with a history start from each tensor's own amax")
         warn(f"{'back to' if rollback else 'resuming'} {path}, {state.step} steps done")

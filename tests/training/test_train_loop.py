@@ -408,6 +408,27 @@ def test_wandb_really_runs_offline(base: Path, tmp_path: Path, monkeypatch: pyte
     assert len({name.rpartition("-")[2] for name in folders}) == 1
 
 
+SECRETS = {"WANDB_API_KEY": "k3y-of-wandb-0123456789", "HF_TOKEN": "hf_t0ken0123456789", "HUGGING_FACE_HUB_TOKEN": "hf_0ther0123456789"}
+
+
+def test_no_secret_reaches_a_file_or_the_console(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Not when wandb refuses the key either."""
+
+    def init(**_: object) -> None:
+        raise RuntimeError("permission denied")
+
+    fake_wandb(monkeypatch, init)
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    train.run(config_of(base, tmp_path, "log.wandb=online", "train.steps=2", "optim.decay_steps=1", "optim.warmup_steps=1"))
+    call_main(monkeypatch, "--config", str(base / "run.yaml"), "--dry-run")
+    said = "".join(capfd.readouterr()).encode()
+    written = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    assert len(written) > 10_000 and not [name for name, value in SECRETS.items() if value.encode() in written + said]
+
+
 # ---------------------------------------------------------------- the command line
 
 
