@@ -21,6 +21,7 @@ from model.transformer import Transformer, initial_values
 from parallel.collectives import all_reduce
 from parallel.grad_reduce import GradReducer, global_grad_norm
 from parallel.mesh import WIRES, Mesh, build_mesh
+from tests.helpers import largest
 from tests.parallel.reference import Reference
 
 # Widths are multiples of 128 x 4, so that the block recipe runs at tp = 4; two KV heads, so that tp = 4 replicates them.
@@ -145,7 +146,9 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
 
     def gradients() -> Tensor:
         got["loss"], got["aux"] = backward(model, mesh, case.parts)
+        got["started"] = mesh.traffic.by_kind().get("gradients", 0)
         reducer.finish()
+        got["reduced"] = mesh.traffic.by_kind().get("gradients", 0)
         update_scales(model, partial(all_reduce, axis=mesh.world, kind="test", op="max"))
         return global_grad_norm(named, mesh)
 
@@ -179,14 +182,14 @@ def run_case(case: Case, want: dict[str, Any]) -> dict[str, Any]:
     mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence, tp_wire=wire, combine_wire=wire)
     model, got = take_steps(case, mesh)
     named = list(weights(model))
-    seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss", "first aux")}
+    seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss", "first aux", "started", "reduced")}
     for key in ("init", "grads", "adam", "sgd"):
         seen[key] = errors(model, got[key], want[key])
     seen["bias"] = {n: (b - want["bias"][n]).abs().max().item() for n, b in got["bias"].items()}
     seen["counts reset"] = all(not r.counts.any() for _, r in routers(model))
     seen["finite"] = all(bool(g.isfinite().all()) for key in ("grads", "sgd") for g in got[key].values())
     idle = [got["grads"][n][own_part(w, _idle_experts(w)) > 0] for n, w in named if w.expert]
-    seen["idle gradient"] = max((g.abs().max().item() for g in idle if g.numel()), default=0.0)
+    seen["idle gradient"] = largest([0.0, *(g.abs().max().item() for g in idle if g.numel())])
     seen["bits"] = {(n, p.offset): (bits(w.data[p.local]), bits(got["sgd"][n][p.local])) for n, w in named for p in w.pieces}
     seen["bits"] |= {(n, "bias"): bits(b) for n, b in got["bias"].items()}
     seen["bits"] |= {("scales", "all"): bits(got["scales"])}

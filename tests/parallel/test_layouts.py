@@ -6,6 +6,7 @@ FP32, and against one process of our own in FP8. Tests are named after the failu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from parallel.mesh import Mesh
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import (
     Case,
     reference_run,
@@ -74,7 +75,9 @@ def pick(results: dict, cases: list[Case]) -> Iterator[tuple[str, Case, dict]]:
 
 
 def worst(seen: dict, key: str) -> tuple[float, str]:
-    return max((e, name) for name, e in seen[key].items())
+    """The largest error and whose it is; the first NaN if there is one, as infinite."""
+    top = largest(seen[key].values())
+    return top, next(name for name, e in seen[key].items() if e == top or not math.isfinite(e))
 
 
 def test_one_process_is_the_plain_model(wants: dict) -> None:
@@ -112,6 +115,11 @@ class TestEveryLayout:
             assert len({seen["norm"] for seen in by_rank}) == 1, f"ranks disagree: {case}"
         for where, case, seen in pick(results, FP32 + TWO):
             assert seen["norm"] == pytest.approx(wants[case.oracle]["norm"], rel=1e-6), where
+
+    def test_every_gradient_is_on_its_way_before_the_wait(self, results: dict) -> None:
+        """All buckets have started when backward ends: nothing is left for `finish` but to wait."""
+        for where, _, seen in pick(results, FP32 + FP8 + TWO):
+            assert 0 < seen["started"] == seen["reduced"], where
 
     def test_routing_counts_match(self, results: dict, wants: dict) -> None:
         for where, case, seen in pick(results, FP32 + TWO):

@@ -15,7 +15,7 @@ from model.router import routers, update_expert_bias
 from model.transformer import Transformer, initial_values
 from parallel.grad_reduce import GradReducer, global_grad_norm
 from parallel.mesh import Mesh, build_mesh
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import ADAM, CLIP, CONFIG, backward, errors
 from training.checkpoint import tensors
 from training.shards import read_shards, write_shards
@@ -66,8 +66,8 @@ def on_ranks(rank: int, size: int, leg: Leg, folder: str, truth: str) -> tuple[l
     worst = 0.0
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         got = {name: state[kind] for name, state in optimizer.state().items()}
-        worst = max(worst, *errors(model, got, {n: want[leg.last][n][kind] for n in got}).values())
-    bias = max((r.expert_bias - want[leg.last][n]).abs().max().item() for n, r in routers(model))
+        worst = largest([worst, *errors(model, got, {n: want[leg.last][n][kind] for n in got}).values()])
+    bias = largest((r.expert_bias - want[leg.last][n]).abs().max().item() for n, r in routers(model))
     return losses, worst, bias
 
 
