@@ -5,7 +5,8 @@
     python train.py --config configs/ling_mini.yaml --dry-run                        check, count and stop
 
 Exit status: 0 done; 2 a mistake in the configuration or in its files, or no memory for the experts' rows; 3 loss or gradient not
-finite, or a spike; 4 replicas differ; 6 stopped without saving; 143 stopped by a signal, after saving (docs/reliability.md).
+finite, or a spike; 4 replicas differ; 5 another rank is gone or hangs; 6 stopped without saving; 143 stopped by a signal, after
+saving (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from parallel.mesh import WIRES, build_mesh, close_mesh
 from training.checkpoint import Checkpointer
 from training.config import Config, load_config
 from training.data import Loader, PackedDataset
-from training.errors import DESYNCED, DIVERGED, MISTAKE, STOPPED, UserError
+from training.errors import ALONE, DESYNCED, DIVERGED, MISTAKE, STOPPED, UserError
 from training.evaluate import evaluate
 from training.faults import BadStepError, Guard, slowest, unhealthy
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import packed_path
-from training.process import admit, choose_device, gather, make_deterministic
+from training.process import admit, choose_device, gather, lost_contact, make_deterministic
 from training.profile import ProfileWindow
 from training.replicas import DesyncError, compare_replicas
 from training.resources import Resources, detailed, steady_state
@@ -213,6 +214,11 @@ def main(arguments: list[str] | None = None) -> int:
         if alone or int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
         return {BadStepError: DIVERGED, DesyncError: DESYNCED}.get(type(error), MISTAKE)
+    except RuntimeError as error:
+        if (reason := lost_contact(error)) is None:
+            raise
+        print(f"error on rank {rank}: {reason}", file=sys.stderr)
+        return ALONE
     finally:
         close_mesh()
 

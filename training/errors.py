@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 # Exit statuses of train.py (docs/reliability.md)
-DONE, MISTAKE, DIVERGED, DESYNCED, UNSAVED, STOPPED = 0, 2, 3, 4, 6, 143
+DONE, MISTAKE, DIVERGED, DESYNCED, ALONE, UNSAVED, STOPPED = 0, 2, 3, 4, 5, 6, 143
 
 
 class UserError(Exception):

@@ -51,3 +51,12 @@ def gather(value: Any, world: Axis) -> list[Any]:
     if world.size > 1:
         dist.all_gather_object(found, value, group=world.group)
     return found
+
+
+def lost_contact(error: RuntimeError) -> str | None:
+    """What a collective that failed says of the others, in one line; None for any other error."""
+    text = str(error)
+    said = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out", "watchdog caught", "refused")
+    is_network = isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or "gloo" in text
+    found = next((words for words in said if words in text.lower()), None)
+    return f"another rank is gone or hangs ({found})" if found and is_network else None
