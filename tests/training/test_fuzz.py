@@ -31,7 +31,7 @@ from training.packing import packed_path
 from training.run_state import RunState, locate
 
 CASES = 100  # of each kind of file; checkpoints: twice 60
-TEXTS = [b"", b"\0", b"\xff\xfe", b"null", b"-1", b"1e999", b"[" * 2000, b'{"a":' * 600, b"\n\t: :", b"!!python/object:os.system", b"NaN"]
+TEXTS = [b"", b"\0", b"\xff\xfe", b"null", b"-1", b"1e999", b"[" * 2000, b'{"a":' * 600, b"\n\t: :", b"!!python/object:os.system"]
 
 
 def broken(data: bytes, rng: random.Random) -> bytes:

@@ -255,7 +255,8 @@ def test_nothing_is_updated_when_the_loss_is_not_finite() -> None:
     model.norm.data[0] = math.inf
     before = {name: t.clone() for name, t in snapshot(model, optimizer).items()}
     step = TrainStep(model, optimizer, Mesh.solo(), OptimConfig(), 1e-3, Phases(torch.device("cpu")))
-    assert step(9, ragged_batches(1, rows=2), 1e-3).problem.startswith("step 9: the loss is not finite on rank 0; rank 0: weight norm")
+    problem = step(9, ragged_batches(1, rows=2), 1e-3).problem
+    assert problem.startswith("step 9: the loss is not finite on rank 0; rank 0: weight norm")
     after = snapshot(model, optimizer)
     assert optimizer.num_steps == 0
     assert [n for n in before if not torch.equal(before[n], after[n])] == []
@@ -408,7 +409,7 @@ def test_wandb_really_runs_offline(base: Path, tmp_path: Path, monkeypatch: pyte
     assert len({name.rpartition("-")[2] for name in folders}) == 1
 
 
-SECRETS = {"WANDB_API_KEY": "k3y-of-wandb-0123456789", "HF_TOKEN": "hf_t0ken0123456789", "HUGGING_FACE_HUB_TOKEN": "hf_0ther0123456789"}
+SECRETS = {"WANDB_API_KEY": "k3y-of-wandb-0123456789", "HF_TOKEN": "hf_t0ken0123456789", "HUGGING_FACE_HUB_TOKEN": "hf_0ther012345"}
 
 
 def test_no_secret_reaches_a_file_or_the_console(
