@@ -36,7 +36,7 @@ SHORT = ["train.steps=2", "train.global_batch=1", "train.micro_batch=1", "optim.
 
 def commands(document: str) -> list[str]:
     """Lines of the fenced `sh` blocks, and of indented blocks, that start a program; comments cut off."""
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
     blocks = re.findall(r"```(?:sh)?\n(.*?)```", text, re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     lines += [line[4:] for line in text.splitlines() if line.startswith("    ")]
@@ -120,7 +120,7 @@ def test_every_command_of_the_usage_page_runs(workplace: Path) -> None:
         assert (workplace / made).is_file()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/data.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/data.md", "docs/parallelism.md"])
 def test_commands_of_other_pages_run(document: str, workplace: Path) -> None:
     """After the usage page: its run of the demo exists."""
     for line in commands(document):

@@ -65,7 +65,18 @@ def results(wants: dict, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
     for ranks, cases in ((4, FP32 + FP8 + WIRED), (2, TWO)):
         by_rank = run_ranks(ranks, run_cases, cases, str(path), timeout=280.0)
         found |= {(ranks, case): [seen[case] for seen in by_rank] for case in cases}
+    show(found, wants)
     return found
+
+
+def show(results: dict, wants: dict) -> None:
+    """Prints the largest relative errors, which docs/parallelism.md quotes; `pytest -s` shows them."""
+    split = {"FP8, tp = 4": [case for case in FP8 if case.tp == 4], "FP8, other layouts": [case for case in FP8 if case.tp < 4]}
+    for name, cases in {"FP32": FP32 + TWO, **split}.items():
+        seen = list(pick(results, cases))
+        top = {key: largest(abs(s[key] / wants[c.oracle][key] - 1) for _, c, s in seen) for key in ("loss", "norm")}
+        top |= {key: largest(worst(s, key)[0] for _, _, s in seen) for key in ("grads", "adam", "sgd", "bias", "init")}
+        print(f"\n{name}: " + ", ".join(f"{key} {value:.1e}" for key, value in top.items()))
 
 
 def pick(results: dict, cases: list[Case]) -> Iterator[tuple[str, Case, dict]]:
