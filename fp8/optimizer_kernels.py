@@ -45,8 +45,9 @@ from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 # ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
-LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16, "STAGES": 2}
-PREFETCH_BYTES = 8  # a block is loaded while the one before is worked on where an element's inputs have at most so many
+LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16, "STAGES": 1}
+# STAGES 2 loads a block while the one before is worked on, where an element's inputs have at most so many bytes.
+PREFETCH_BYTES = 8
 _SCALARS = [  # never a reason to compile anew
     "blocks", "piece_rows", "piece_cols", "row_blocks", "col_blocks", "rb0", "cb0", "matrix0",
     "quad0", "quads_per_row", "quads_per_matrix", "c1", "c2", "c3", "k0", "k1",

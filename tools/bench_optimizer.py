@@ -1,6 +1,7 @@
 """Time of an optimizer step beside the time that a copy of the same bytes takes: `python -m tools.bench optimizer`.
 
-    python -m tools.bench_optimizer --params 2e9 --states lean fp8_lm fp32
+    python -m tools.bench optimizer --params 2e9 --states lean fp8_lm fp32
+    python -m tools.bench optimizer --stages 1 2        also the kernel that loads one block ahead
 
 The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 512), as many as fit the size asked for.
 """
@@ -8,6 +9,7 @@ The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -92,18 +94,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.bench optimizer", description=__doc__)
     parser.add_argument("--params", type=float, default=2e9)
     parser.add_argument("--states", nargs="+", choices=list(PRESETS), default=["lean", "fp8_lm", "fp32"])
+    parser.add_argument("--stages", nargs="+", type=int, choices=(1, 2), help="blocks on the way; the built-in choice by default")
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args(argv)
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
-    header = f"{'states':8} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
+    header = f"{'states':8} {'stages':6} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
     print(f"{header} {'norm ms':>8} {'x copy':>7}")
     rows = []
-    for preset in args.states:
-        row = measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)
+    from fp8.optimizer_kernels import LAUNCH  # Triton comes with CUDA builds of torch only
+
+    for preset, stages in itertools.product(args.states, args.stages or [LAUNCH["STAGES"]]):
+        LAUNCH["STAGES"] = stages
+        row = {"stages": stages} | measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)
         rows.append(row)
         print(
-            f"{row['states']:8} {row['grad']:9} {row['bytes_per_param']:8.3f} {row['moved_per_param']:6.2f} {row['ms']:7.2f} "
+            f"{row['states']:8} {row['stages']:6} {row['grad']:9} {row['bytes_per_param']:8.3f} {row['moved_per_param']:6.2f} {row['ms']:7.2f} "
             f"{row['over_copy']:7.2f} {row['ms_of_16.26e9']:11.1f} {row['norm_ms_of_16.26e9']:8.1f} {row['norm_over_copy']:7.2f}"
         )
         torch.cuda.empty_cache()
