@@ -277,3 +277,11 @@ def test_a_square_tile_is_the_scale_of_each_of_its_rows() -> None:
     scales = mx.row_scales(w)
     assert scales.shape == (64, 2)
     assert torch.equal(Quantized(w.data, scales, (1, 32)).dequantize(), w.dequantize())
+
+
+@pytest.mark.parametrize("recipe", [Recipe.block(), Recipe.mx(), Recipe.tensorwise_current(), Recipe.bf16()], ids=lambda r: r.name)
+def test_a_part_of_the_rows_keeps_its_values_and_its_layout(recipe: Recipe) -> None:
+    q = quantize(torch.randn(7, 384), recipe.activation)
+    part = q.rows(slice(2, 5))
+    assert torch.equal(part.dequantize(), q.dequantize()[2:5]) and part.tile == q.tile
+    assert part.tile is None or part.tile == TENSORWISE or part.scale_inv.stride() == (1, 3)
