@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -35,6 +35,7 @@ from training.metrics import Metrics, Phases, Throughput, console_line, expert_l
 from training.packing import packed_path
 from training.process import admit, choose_device, gather, lost_contact, make_deterministic
 from training.profile import ProfileWindow
+from training.recovery import recover
 from training.replicas import DesyncError, compare_replicas
 from training.resources import Resources, detailed, steady_state
 from training.sample import generate
@@ -50,27 +51,24 @@ from training.watchdog import Watchdog, record_collectives
 
 def run(config: Config) -> int:
     """The run on this rank; returns the exit status."""
-    with ExitStack() as closing:
-        return run_until_closed(config, closing)
+    with ExitStack() as stack:
+        return run_in(stack, config)
 
 
-def run_until_closed(config: Config, closing: ExitStack) -> int:
-    """`run`; what has to end with it, however it ends, is in `closing`."""
+def run_in(stack: ExitStack, config: Config) -> int:
+    """`run`; what has to end with it, however it ends, is on the stack."""
     # ---------------------------------------------------------------- ranks, data, model
     train, data, optim, parallel, faults = config.train, config.data, config.optim, config.parallel, config.faults
-    stop = StopRequest(faults.stop_within_s)
-    closing.callback(stop.close)
+    stop = stack.enter_context(closing(StopRequest(faults.stop_within_s)))
     device, dtype = choose_device(train, config.fp8.recipe)
     record_collectives(config.run.dir)
     mesh = build_mesh(
         parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s,
         tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True,
     )  # fmt: skip
-    metrics = Metrics(config, active=mesh.world.rank == 0)
-    closing.callback(metrics.close)
+    metrics = stack.enter_context(closing(Metrics(config, active=mesh.world.rank == 0)))
     metrics.prefix = admit(config, device)
-    watchdog = Watchdog(mesh.world.rank, faults.quiet_s)
-    closing.callback(watchdog.close)
+    watchdog = stack.enter_context(closing(Watchdog(mesh.world.rank, faults.quiet_s)))
     tokenizer = load_tokenizer(data.tokenizer)
     check_vocab(tokenizer, config.model.vocab_size)
     splits = (packed_path(data.dir, split) for split in ("train", "validation"))
@@ -83,11 +81,11 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
     states = optimizer_states(optim, config.fp8.level)
     betas = optim.beta1, optim.beta2
     optimizer = AdamW(weights(model), *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload)
-    checkpointer = Checkpointer(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint)
-    closing.callback(checkpointer.close)
+    identity = tokenizer.fingerprint, train_data.fingerprint
+    checkpointer = stack.enter_context(closing(Checkpointer(config, model, optimizer, mesh, *identity)))
     state = checkpointer.restore(metrics.warn)
     if state is None:
-        set_starting_values(config, model, optimizer, mesh, tokenizer.fingerprint, train_data.fingerprint, metrics.warn)
+        set_starting_values(config, model, optimizer, mesh, *identity, metrics.warn)
     done, consumed, wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
     loader = Loader(
         train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,
@@ -98,9 +96,8 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
     phases, guard = Phases(device), Guard(faults, state.history if state else ())
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
-    bias_rate, auto = config.model.bias_update_rate, config.fp8.auto
-    wire, graphs = parallel.grad_wire, train.cuda_graphs
-    take_step = TrainStep(model, optimizer, mesh, optim, bias_rate, phases, auto, graphs, wire, guard)
+    options = config.model.bias_update_rate, phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
+    take_step = TrainStep(model, optimizer, mesh, optim, *options, guard)
     resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     phases.note = lambda name: watchdog.note(f"{name} of step {done}")
@@ -116,8 +113,8 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
     def validate() -> bool:
         """False when a signal has cut it short."""
         with phases("eval"):
-            sizes, asked = (train.micro_batch, config.eval.samples, data.isolate_documents), lambda: stop.agreed(mesh.world)
-            result = evaluate(model, val_data, mesh, device, *sizes, asked)
+            sizes = train.micro_batch, config.eval.samples, data.isolate_documents
+            result = evaluate(model, val_data, mesh, device, *sizes, stop=lambda: stop.agreed(mesh.world))
             if result is None:
                 return False
             metrics.log(done, result.metrics())
@@ -142,12 +139,8 @@ def run_until_closed(config: Config, closing: ExitStack) -> int:
         result = take_step(done, batches, lr, stop.requested, want_counts=logged)
         stopping = result.interrupted and stop.arm()
         if result.problem is not None:
-            metrics.warn(result.problem)
-            metrics.event("bad_step", done, problem=result.problem)
-            checkpointer.settle(metrics.warn)
-            if guard.bad(result.problem, checkpointer.last):
-                done = checkpointer.restore(metrics.warn, rollback=True).step
-                metrics.event("resume", done)
+            if (back := recover(result.problem, done, guard, checkpointer, metrics)) is not None:
+                done = back
                 continue
             logged, health = False, None
         for note in result.notes:
