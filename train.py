@@ -11,8 +11,6 @@ saving (docs/reliability.md).
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from contextlib import ExitStack, closing
 
@@ -23,20 +21,20 @@ from fp8.optimizer import AdamW
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
-from parallel.memory import ExpertMemoryError
-from parallel.mesh import WIRES, build_mesh, close_mesh
+from parallel.mesh import WIRES, build_mesh
 from training.checkpoint import Checkpointer
-from training.config import Config, load_config
+from training.command_line import command_line
+from training.config import Config
 from training.data import Loader, PackedDataset
-from training.errors import ALONE, DESYNCED, DIVERGED, MISTAKE, STOPPED, UserError
+from training.errors import STOPPED
 from training.evaluate import evaluate
-from training.faults import BadStepError, Guard, slowest, unhealthy
+from training.faults import Guard, slowest, unhealthy
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import packed_path
-from training.process import admit, choose_device, gather, lost_contact, make_deterministic
+from training.process import admit, choose_device, gather, make_deterministic
 from training.profile import ProfileWindow
 from training.recovery import recover
-from training.replicas import DesyncError, compare_replicas
+from training.replicas import compare_replicas
 from training.resources import Resources, detailed, steady_state
 from training.sample import generate
 from training.schedule import fitted, learning_rate
@@ -44,7 +42,6 @@ from training.start import first_loss_problem, set_gradient_format, set_starting
 from training.states import gradient_format, optimizer_states
 from training.step import TrainStep
 from training.stopping import StopRequest
-from training.summary import describe
 from training.tokenizer import check_vocab, load_tokenizer
 from training.watchdog import Watchdog, record_collectives
 
@@ -188,32 +185,8 @@ def due(every: int, step: int) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses the command line; turns mistakes of the user into one message and a status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, and stop")
-    parser.add_argument("--world-size", type=int, help="ranks a dry run plans for; by default the fewest possible")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args(arguments)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        if args.dry_run:
-            config = load_config(args.config, args.overrides, args.world_size)
-            print(describe(config, args.world_size or config.fewest_ranks))
-            return 0
-        return run(load_config(args.config, args.overrides, world_size))
-    except (UserError, ExpertMemoryError, BadStepError, DesyncError) as error:
-        alone = isinstance(error, ExpertMemoryError)
-        if alone or int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
-            print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
-        return {BadStepError: DIVERGED, DesyncError: DESYNCED}.get(type(error), MISTAKE)
-    except RuntimeError as error:
-        if (reason := lost_contact(error)) is None:
-            raise
-        print(f"error on rank {rank}: {reason}", file=sys.stderr)
-        return ALONE
-    finally:
-        close_mesh()
+    """The command line; returns the exit status."""
+    return command_line(run, __doc__, arguments)
 
 
 if __name__ == "__main__":
