@@ -178,8 +178,7 @@ def take_steps(case: Case, mesh: Mesh) -> tuple[Transformer, dict[str, Any]]:
 
 def run_case(case: Case, want: dict[str, Any]) -> dict[str, Any]:
     """The steps under this process's layout, and how far they are from `want`; plain numbers only."""
-    wire = WIRES[case.wires]
-    mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence, tp_wire=wire, combine_wire=wire)
+    mesh = build_mesh(case.tp, case.ep, sequence_parallel=case.sequence, tp_wire=WIRES[case.wires], combine_wire=WIRES[case.wires])
     model, got = take_steps(case, mesh)
     named = list(weights(model))
     seen = {key: got[key] for key in ("loss", "norm", "counts", "traffic", "last loss", "first aux", "started", "reduced")}
@@ -206,13 +205,12 @@ def _idle_experts(weight: Weight) -> Tensor:
 
 def reference_run(idle: bool) -> dict[str, Any]:
     """What `take_steps` must find, from the plain single-process model."""
-    config = CONFIG
-    start = Transformer(config, recipe_named("fp32"), Mesh.solo(), dtype=torch.float32)
+    start = Transformer(CONFIG, recipe_named("fp32"), Mesh.solo(), dtype=torch.float32)
     init = {name: value for name, _, value in initial_values(start, seed=5)}
     names = [name for name, _ in routers(start)]
 
     def fresh() -> Reference:
-        return Reference(config, {n: v.clone().requires_grad_() for n, v in init.items()}, {n: idle_bias(idle) for n in names})
+        return Reference(CONFIG, {n: v.clone().requires_grad_() for n, v in init.items()}, {n: idle_bias(idle) for n in names})
 
     ref, batch = fresh(), global_batch()
     loss = ref.loss(*batch)
