@@ -29,6 +29,7 @@ from model.router import routers
 from model.transformer import Transformer
 from tools.hf_config import import_config
 from tools.hf_files import TensorFiles, read_json
+from training.checkpoint_files import seal_alone
 from training.config import load_config
 from training.config_loading import dump_yaml
 from training.errors import UserError
@@ -205,6 +206,7 @@ def import_hf(source: Path, folder: Path, final: Path, drop_mtp: bool, progress:
         step=0, consumed=0, num_steps=0, model=dataclasses.asdict(config), tokenizer=fingerprint, data="", config=run
     )
     (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+    seal_alone(folder)
     return config
 
 

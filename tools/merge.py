@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from tools.output import whole_or_nothing
+from training.checkpoint_files import seal_alone
 from training.errors import UserError, exit_status
 from training.run_state import RunState, whole_checkpoints
 from training.streaming import ShardReader, ShardWriter, row_boxes, whole_box
@@ -90,6 +91,7 @@ def merge(folders: Sequence[Path], out: Path, decay: str) -> dict[int, float]:
     writer.finish()
     state = dataclasses.asdict(states[-1])
     (out / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+    seal_alone(out)
     return {s.step: weight for s, weight in zip(states, weights, strict=True)}
 
 

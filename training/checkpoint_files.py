@@ -88,6 +88,12 @@ def seal(folder: Path, parts: Iterable[dict[str, list[int]]]) -> None:
     _write_json(folder / SEAL, {name: value for part in parts for name, value in part.items()})
 
 
+def seal_alone(folder: Path) -> None:
+    """`seal` of a checkpoint that one process has written, tensors, metadata and state.json."""
+    paths = [*folder.glob("__*.distcp"), folder / ".metadata", folder / "state.json"]
+    seal(folder, [{path.name: checksum(path) for path in paths}])
+
+
 def verify(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
     """What is wrong with the files of a checkpoint, in words; rank r of n reads every n-th of them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +15,9 @@ from fp8.weight import weights
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh
 from training.checkpoint import load_masters
+from training.checkpoint_files import verify
 from training.config import Config
+from training.process import gather
 from training.run_state import RunState, Warn, locate
 
 # A trained model is far below ln V on any text it can read; one whose weights landed in the wrong places is at ln V or above.
@@ -27,13 +30,18 @@ def set_starting_values(
     """Gives every master, weight and expert bias its first value; moments are zero, steps and samples count from zero.
 
     Raises:
-        UserError: `checkpoint.init_from` is no checkpoint, or one of another model or tokenizer.
+        UserError: `checkpoint.init_from` is no checkpoint, a damaged one, or one of another model or tokenizer.
     """
     if config.checkpoint.init_from is None:
         for name, _, value in initial_values(model, config.train.seed):
             optimizer.set_master(name, value)
         return
-    path = locate(config.checkpoint.init_from, warn)
+
+    def check(candidate: Path) -> str | None:
+        found = gather(verify(candidate, mesh.world.rank, mesh.world.size), mesh.world)
+        return "; ".join(problem for part in found for problem in part) or None
+
+    path = locate(config.checkpoint.init_from, warn, check)
     state = RunState.read(path)
     if not state.tokenizer:
         warn(f"{path} came without a tokenizer: make sure that data.tokenizer is the model's own")

@@ -19,11 +19,12 @@ from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
 from tests.training.test_checkpoint import Toy, config_in, empty, filled, mismatches, quiet
 from training.checkpoint import Checkpointer
-from training.checkpoint_files import rotate, verify
+from training.checkpoint_files import rotate, seal_alone, verify
 from training.config import CheckpointConfig, Config, RunConfig
 from training.errors import UserError
 from training.run_state import newest_whole, whole_checkpoints
 from training.shards import damage, read_metadata
+from training.start import set_starting_values
 
 
 def saver_in(folder: Path, model: Toy | None = None, **checkpoint: Any) -> Checkpointer:
@@ -212,3 +213,16 @@ def test_a_malicious_pickle_anywhere_does_not_run(tmp_path: Path) -> None:
         with pytest.raises(UserError):
             saver_in(tmp_path).restore(quiet)
     assert not target.exists()
+
+
+def test_starting_values_are_verified_too(tmp_path: Path) -> None:
+    """What tools.merge and tools.convert_hf write is sealed as well; `checkpoint.init_from` reads nothing that is damaged."""
+    path = saver_in(tmp_path / "a").save(1, 1, None)
+    (path / "checksums.json").unlink()
+    seal_alone(path)
+    assert verify(path) == []
+    flip(path / "__0_0.distcp", 700)
+    config = Config(run=RunConfig(dir=str(tmp_path / "b")), checkpoint=CheckpointConfig(init_from=str(path)))
+    model = Toy()
+    with pytest.raises(UserError, match="is not whole: __0_0.distcp is corrupt"):
+        set_starting_values(config, model, filled(model), Mesh.solo(), "tok", "data", quiet)
