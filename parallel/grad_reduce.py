@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fp8.optimizer import sum_of_squares
+from fp8.recipe import BLOCK, FORMATS
 from fp8.weight import Piece, Weight
 from parallel.collectives import Pending, all_reduce, start_all_reduce
+from parallel.grad_wire import KIND, OwnerBucket, even_bounds, starts_of
 from parallel.mesh import Axis, Mesh
-
-KIND = "gradients"
 
 
 def reduce_axis(weight: Weight, mesh: Mesh) -> Axis:
@@ -61,6 +61,9 @@ class _Bucket:
         self.on_wire = self.flat if self.wire_dtype == self.flat.dtype else self.flat.to(self.wire_dtype)
         self.pending = start_all_reduce(self.on_wire, self.axis, KIND)
 
+    def proceed(self) -> None:
+        """An all-reduce has no second leg."""
+
     def finish(self) -> None:
         self.pending.wait()
         if self.on_wire is not self.flat:
@@ -79,6 +82,8 @@ class GradReducer:
         named_weights: all weights of the model; frozen ones are left out.
         bucket_bytes: gradient bytes of one all-reduce. A larger weight has a bucket of its own.
         wire_dtype: FP32, or BF16 for half the bytes (rounded once before the sum, and by the sum).
+        fp8: E4M3 to an owner that sums in FP32 and sends the sum on in E4M3 (parallel/grad_wire.py), instead of `wire_dtype`.
+        stochastic: how `fp8` rounds; the optimizer of the weights must exist (it numbers the steps).
     """
 
     def __init__(
@@ -87,11 +92,13 @@ class GradReducer:
         mesh: Mesh,
         bucket_bytes: int = 64 << 20,
         wire_dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
+        stochastic: bool = False,
     ) -> None:
-        self._mesh = mesh
+        self._mesh, self._fp8, self._stochastic = mesh, fp8, stochastic
         self._weights = [w for _, w in named_weights if w.trainable]
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Weight, _Bucket] = {}
+        self._buckets: list[_Bucket | OwnerBucket] = []
+        self._bucket_of: dict[Weight, _Bucket | OwnerBucket] = {}
         self._done: set[Weight] = set()
         self._next = 0
         open_buckets: dict[tuple[int, torch.dtype], list[Weight]] = {}
@@ -111,15 +118,20 @@ class GradReducer:
         self._restart()
 
     def _close(self, group: Sequence[Weight], axis: Axis, wire_dtype: torch.dtype) -> None:
-        first = group[0]
-        flat = torch.zeros(sum(w.numel for w in group), dtype=first.grad_dtype, device=first.data.device)
-        bucket, start = _Bucket(axis, flat, list(group), wire_dtype), 0
-        for weight in group:
+        first, starts = group[0], starts_of(group, BLOCK if self._fp8 else 1)
+        part = BLOCK * axis.size
+        size = -(-starts[-1] // part) * part if self._fp8 else starts[-1]
+        flat = torch.zeros(size, dtype=first.grad_dtype, device=first.data.device)
+        if self._fp8:
+            bounds = even_bounds(axis.size, size // BLOCK)
+            bucket = OwnerBucket(axis, flat, list(group), bounds, "fp8", self._stochastic)
+        else:
+            bucket = _Bucket(axis, flat, list(group), wire_dtype)
+        for weight, start in zip(group, starts, strict=False):
             view = flat[start : start + weight.numel].view(weight.data.shape)
             if weight.main_grad is not None:
                 view.copy_(weight.main_grad)
             weight.main_grad = view
-            start += weight.numel
             self._bucket_of[weight] = bucket
         self._buckets.append(bucket)
 
@@ -142,6 +154,8 @@ class GradReducer:
     def _launch_complete(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._buckets[self._next].launch()
+            if self._next:  # the one before has had a bucket's time to arrive; the order is the same on every rank
+                self._buckets[self._next - 1].proceed()
             self._next += 1
 
     def finish(self) -> None:
@@ -156,9 +170,18 @@ class GradReducer:
                     weight.accumulate(_write_zeros)
                 if weight not in self._done:
                     self._ready(weight)
+        for bucket in self._buckets:  # sums of all first, then what is still on its way back
+            bucket.proceed()
         for bucket in self._buckets:
             bucket.finish()
         self._restart()
+
+
+def make_reducer(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, wire: str, rounding: str = "nearest") -> GradReducer:
+    """The reducer that `parallel.grad_wire` and `parallel.grad_rounding` name."""
+    if wire == "fp8":
+        return GradReducer(named_weights, mesh, fp8=True, stochastic=rounding == "stochastic")
+    return GradReducer(named_weights, mesh, wire_dtype=FORMATS[wire])
 
 
 def _write_zeros(out: Tensor, accumulate: bool) -> None:

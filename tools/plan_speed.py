@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8.recipe import FORMATS, Recipe
+from fp8.recipe import Recipe
 from model.config import ModelConfig
 from tools.plan_memory import Bytes, Layout, expert_rows
 
@@ -94,6 +94,9 @@ def _matrix_parameters(c: ModelConfig, tp: int) -> tuple[float, float, float]:
     return linears / tp, heads / tp, 3 * c.hidden_size * c.moe_intermediate_size
 
 
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 132 / 128}  # an element on the wire, scale and padding included
+
+
 @dataclass(frozen=True)
 class Wires:
     """How sums travel (parallel.tp_wire, combine_wire, grad_wire)."""
@@ -148,7 +151,7 @@ def sent_bytes(
         "tp": micro_batches * whole * D * tp_row * (tp - 1) / tp,
     }
     dp, edp = layout.dp, layout.edp
-    wide = FORMATS[wires.gradients].itemsize
+    wide = GRADIENT_BYTES[wires.gradients]
     each = wide + b.activation if layout.sharded_states else 2 * wide  # reduce-scatter and gather of weights; or all-reduce
     split = local["dense"] - local["replicated"]
     found["gradients dense"] = each * split * (dp - 1) / dp + 2 * wide * local["replicated"] * (layout.world - 1) / layout.world

@@ -59,7 +59,8 @@ class ParallelConfig:
     # How sums travel (docs/parallelism.md). "bf16" is the residual stream's own dtype; "fp8" adds one rounding, sums in FP32
     tp_wire: Literal["bf16", "fp8"] = "bf16"  # after row-parallel layers
     combine_wire: Literal["bf16", "fp8"] = "bf16"  # expert outputs on their way back
-    grad_wire: Literal["fp32", "bf16"] = "fp32"  # gradients over data-parallel ranks
+    grad_wire: Literal["fp32", "bf16", "fp8"] = "fp32"  # gradients over data-parallel ranks
+    grad_rounding: Literal["nearest", "stochastic"] = "nearest"  # of grad_wire=fp8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from fp8.auto import AutoFP8
 from fp8.config import AutoConfig
 from fp8.optimizer import AdamW
-from fp8.recipe import FORMATS
 from fp8.scaling import role_scales, update_scales
 from fp8.weight import weights
 from model.loss import Losses, NumValid, count_valid
 from model.router import routers, update_expert_bias
 from parallel.collectives import all_reduce
-from parallel.grad_reduce import GradReducer, global_grad_norm
+from parallel.grad_reduce import global_grad_norm, make_reducer
 from parallel.mesh import Mesh
 from training.data import Batch
 from training.diagnose import first_bad
@@ -81,11 +80,12 @@ class TrainStep:
         cuda_graphs: bool = False,
         grad_wire: str = "fp32",
         guard: Guard | None = None,
+        grad_rounding: str = "nearest",
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
         self.weights = list(weights(model))
-        self.reducer = GradReducer(self.weights, mesh, wire_dtype=FORMATS[grad_wire])
+        self.reducer = make_reducer(self.weights, mesh, grad_wire, grad_rounding)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
         self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None

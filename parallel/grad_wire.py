@@ -1,0 +1,145 @@
+"""How gradients travel when an owner sums them: each rank sends every owner its part, the owner adds in FP32, in rank order.
+
+    fp8       E4M3, 1x128 tiles with power-of-two scales; a tile never straddles two weights
+    bf16      rounded to BF16; fp32: as they are
+
+Without sharded states the owners round their sums to FP8 and send them to everybody, the owner's own copy included: two
+roundings for any number of ranks, and the same bits everywhere. FP8 is rounded to nearest, or stochastically with Philox words
+that depend on seed, step, weight, global element and sending rank.
+
+Shapes: flat [F] a bucket's gradients one behind the other, each weight from a multiple of 128 on; T tiles of 128; n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fp8.philox import weight_words
+from fp8.quantize import column_major, quantize
+from fp8.quantized import Quantized
+from fp8.recipe import BLOCK, FORMATS, Spec
+from fp8.state_codecs import CODECS, pow2
+from fp8.weight import Weight
+from parallel.collectives import PendingRows, start_all_gather_rows, start_all_to_all, start_exchange
+from parallel.mesh import Axis
+
+KIND = "gradients"
+TILES = Spec("e4m3", (1, BLOCK), "block")
+# Philox streams (0 and 1 are the optimizer's, fp8/philox.py): what a rank sends, and what an owner sends on
+SENT, SUMMED = 2, 3
+
+
+def starts_of(weights: Sequence[Weight], unit: int = BLOCK) -> list[int]:
+    """Where each weight begins in a bucket, and where the bucket ends: multiples of `unit`."""
+    starts = [0]
+    for weight in weights:
+        starts.append(starts[-1] + -(-weight.numel // unit) * unit)
+    return starts
+
+
+def quantize_tiles(x_F: Tensor, word_F: Tensor | None = None) -> Quantized:
+    """[F] -> E4M3 [T, 128], one scale a tile. What is not finite becomes NaN: FP8 has no inf, and 448 would hide it.
+
+    Args:
+        word_F: random words to round by; None rounds to nearest.
+    """
+    x_T = x_F.view(-1, BLOCK).float()
+    x_T = x_T + (x_T - x_T)  # inf - inf is NaN
+    if word_F is None:
+        return quantize(x_T, TILES)
+    parts = CODECS["exp_avg"]["fp8"].encode(x_T, word_F.view(-1, BLOCK))
+    return Quantized(parts["data"], column_major(pow2(parts["scale"].long() - 127)), TILES.tile)
+
+
+@dataclass(eq=False)
+class OwnerBucket:
+    """Gradients that travel together, and who sums which part of them.
+
+    Attributes:
+        flat: [F]; `main_grad` of each weight is a view of it.
+        bounds: n + 1 multiples of 128: rank r sums flat[bounds[r] : bounds[r + 1]].
+        wire: "fp8", "bf16" or "fp32".
+        stochastic: how FP8 is rounded.
+        shared: the sums go back to all ranks; otherwise only the owner has them, in its part of `flat`.
+    """
+
+    axis: Axis
+    flat: Tensor
+    weights: list[Weight]
+    bounds: list[int]
+    wire: str = "fp8"
+    stochastic: bool = False
+    shared: bool = True
+    missing: int = 0
+    _arriving: PendingRows | None = field(default=None, repr=False)
+    _returning: PendingRows | None = field(default=None, repr=False)
+
+    @property
+    def own(self) -> Tensor:
+        """The part that this rank sums."""
+        return self.flat[self.bounds[self.axis.rank] : self.bounds[self.axis.rank + 1]]
+
+    def launch(self) -> None:
+        """Sends each owner its part."""
+        if self.wire == "fp8":
+            q = quantize_tiles(self.flat, self._words(SENT, self.axis.rank))
+            send = [(end - start) // BLOCK for start, end in pairwise(self.bounds)]
+            self._arriving = start_exchange(q, self.axis, KIND, send, [send[self.axis.rank]] * self.axis.size)
+        else:
+            send = [end - start for start, end in pairwise(self.bounds)]
+            on_wire = self.flat.to(FORMATS[self.wire])
+            self._arriving = start_all_to_all(on_wire, self.axis, KIND, send, [send[self.axis.rank]] * self.axis.size)
+
+    def proceed(self) -> None:
+        """Once parts have arrived: sums them and, if they are shared, sends the sums on."""
+        if self._arriving is None:
+            return
+        arrived, self._arriving = self._arriving.wait(), None
+        total = sum_of_ranks(arrived, self.axis.size)
+        if self.shared:
+            words = self._words(SUMMED, 0)
+            own = None if words is None else words[self.bounds[self.axis.rank] : self.bounds[self.axis.rank + 1]]
+            self._returning = start_all_gather_rows(quantize_tiles(total, own), self.axis, KIND)
+        else:
+            self.own.copy_(total)
+
+    def finish(self) -> None:
+        """Until `flat` (or this rank's part of it) holds the sums."""
+        self.proceed()
+        if self._returning is not None:
+            self.flat.copy_(self._returning.wait().dequantize().view(-1))
+            self._returning = None
+
+    def _words(self, stream: int, rank: int) -> Tensor | None:
+        if not self.stochastic or self.wire != "fp8":
+            return None
+        words = torch.zeros(self.flat.shape, dtype=torch.int64, device=self.flat.device)
+        for weight, start in zip(self.weights, starts_of(self.weights), strict=False):
+            draw = replace(weight.gradient_draw(rank), stream=stream)
+            words[start : start + weight.numel] = weight_words(draw, weight).view(-1)
+        return words
+
+
+def sum_of_ranks(arrived: Quantized | Tensor, size: int) -> Tensor:
+    """Parts of `size` ranks behind each other -> their FP32 sum [F / size], added in rank order."""
+    is_tensor = isinstance(arrived, Tensor)
+    rows, total = arrived.shape[0] // size, None
+    for start in range(0, size * rows, max(rows, 1)):
+        part = slice(start, start + rows)
+        value = (arrived[part].float() if is_tensor else arrived.rows(part).dequantize()).reshape(-1)
+        total = value.clone() if total is None else total.add_(value)
+    if total is None:
+        device = arrived.device
+        return torch.zeros(0, device=device)
+    return total
+
+
+def even_bounds(size: int, tiles: int) -> list[int]:
+    """Equal parts of a bucket of `tiles` tiles, a multiple of `size`."""
+    assert tiles % size == 0, f"{tiles} tiles do not split over {size} ranks"
+    return [rank * (tiles // size) * BLOCK for rank in range(size + 1)]
