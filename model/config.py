@@ -69,8 +69,10 @@ class ModelConfig:
             if b <= 0 or a % b:
                 found.append(f"model.{name} = {a} is not divisible by model.{by} = {b}")
 
-        positive = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                    "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")  # fmt: skip
+        positive = (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
+        )  # fmt: skip
         for name in positive:
             if getattr(self, name) <= 0:
                 found.append(f"model.{name} = {getattr(self, name)} must be positive")
@@ -87,7 +89,7 @@ class ModelConfig:
                 f"model.topk_group = {self.topk_group} groups"
             )
         if self.num_experts // self.n_group < 2:
-            found.append(f"model.num_experts = {self.num_experts} in model.n_group = {self.n_group} groups: a group needs 2 experts")
+            found.append(f"model.num_experts = {self.num_experts} in model.n_group = {self.n_group}: a group needs 2 experts")
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             found.append(
                 f"model.first_k_dense_replace = {self.first_k_dense_replace} is not within "

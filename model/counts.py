@@ -5,8 +5,8 @@ from __future__ import annotations
 from model.config import ModelConfig
 
 FLOPS_FORMULA = (
-    "FLOPs/token = 6 * (active matrix parameters, head included, embedding look-up excluded) + 6 * layers * seq_len * heads * head_dim "
-    "(causal attention); MTP adds its layer and a second pass of the head"
+    "FLOPs/token = 6 * (active matrix parameters, head included, embedding look-up excluded) "
+    "+ 6 * layers * seq_len * heads * head_dim (causal attention); MTP adds its layer and a second pass of the head"
 )
 
 

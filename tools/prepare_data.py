@@ -43,7 +43,7 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
             f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
         )
     if all(info.num_tokens for info in infos.values()):
-        print(f"unigram entropy of the validation text: {unigram_nats(config, infos):.3f} nats/token; a model has to get well below it")
+        print(f"unigram entropy of the validation text: {unigram_nats(config, infos):.3f} nats/token, which a model must beat")
     return infos
 
 

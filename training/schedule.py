@@ -37,7 +37,7 @@ class OptimConfig:
 
 
 def fitted(optim: OptimConfig, num_steps: int) -> tuple[int, int]:
-    """(warmup, decay) steps of a run of `num_steps`: as configured, or shrunk in proportion where a shorter run has no room for both.
+    """(warmup, decay) steps of a run of `num_steps`: as configured, or shrunk in proportion where there is no room for both.
 
     So a preset also runs with `train.steps=100`; `train.py` says when it shrinks them.
     """

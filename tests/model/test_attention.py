@@ -87,7 +87,8 @@ def test_rope_turns_half_of_each_head_by_the_published_angles() -> None:
     y = apply_rope(x, cos, sin)
     assert torch.equal(y[0], x[0]) and torch.equal(y[:, :, 4:], x[:, :, 4:])
     angle = torch.tensor([3.0, 3.0 / 100])  # theta^(-2i/4): the exponent runs over the rotary dimension, not the head's
-    want = torch.cat([x[1, 0, :2] * angle.cos() - x[1, 0, 2:4] * angle.sin(), x[1, 0, 2:4] * angle.cos() + x[1, 0, :2] * angle.sin()])
+    first, second, cos, sin = x[1, 0, :2], x[1, 0, 2:4], angle.cos(), angle.sin()
+    want = torch.cat([first * cos - second * sin, second * cos + first * sin])
     torch.testing.assert_close(y[1, 0, :4], want)
 
 

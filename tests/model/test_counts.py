@@ -13,7 +13,9 @@ from model.router import routers
 from model.transformer import Transformer
 
 MINI = ModelConfig()
-FLASH = ModelConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=9216, moe_intermediate_size=1024)
+FLASH = ModelConfig(
+    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=9216, moe_intermediate_size=1024
+)  # fmt: skip
 ONE_T = ModelConfig(
     hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=18432,
     moe_intermediate_size=2048, first_k_dense_replace=4,
