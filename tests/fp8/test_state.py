@@ -158,5 +158,6 @@ def test_the_example_for_users_of_fp8_autocast_runs() -> None:
     assert namespace["weight"].main_grad.shape == (256, 128) and namespace["x"].grad.norm() > 0
 
 
-def test_the_hardware_table_of_the_page_is_the_matrix() -> None:
+def test_the_hardware_tables_of_page_and_readme_are_the_matrix() -> None:
     assert matrix_table() in DOCS.read_text(encoding="utf-8")
+    assert matrix_table() in (DOCS.parents[1] / "README.md").read_text(encoding="utf-8")
