@@ -169,9 +169,9 @@ def build_mesh(
     if not ready:
         device = torch.device(device)
         if device.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=timeout_s), device_id=device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_meeting(timeout_s))
         else:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group("gloo", **_meeting(timeout_s))
     rank, traffic = dist.get_rank(), Traffic(timed)
     consecutive = lambda n: [list(range(i, i + n)) for i in range(0, world, n)]  # noqa: E731
     strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
@@ -183,6 +183,21 @@ def build_mesh(
         world=_axis(rank, consecutive(world), traffic, timeout_s),
         traffic=traffic,
     )
+
+
+def _meeting(timeout_s: float) -> dict[str, Any]:
+    """Where the ranks meet, as arguments of init_process_group.
+
+    torchrun's store outlives a restart of its workers, with the dead ones' addresses under the same keys (pytorch#135712): each
+    start gets keys of its own. Agents of several hosts count restarts differently; there the store must not be shared
+    (docs/reliability.md).
+    """
+    timeout = timedelta(seconds=timeout_s)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {"timeout": timeout}
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    return {"timeout": timeout, "store": dist.PrefixStore(f"restart_{restart}", store), "rank": rank, "world_size": world}
 
 
 def close_mesh() -> None:

@@ -17,7 +17,7 @@ import train
 from parallel.mesh import build_mesh
 from tests.helpers import ROOT, run_ranks, run_train
 from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import config_of
+from tests.training.test_train_loop import config_of, losses
 from training.errors import STOPPED, UNSAVED
 from training.process import lost_contact
 from training.run_state import whole_checkpoints
@@ -163,3 +163,24 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(base: Path, tmp_path: 
     done = run_train(*config, ranks=2, script=str(script))
     assert [(tmp_path / f"status{r}").read_text() for r in (0, 1)] == ["143", "143"], done.stderr
     assert whole_checkpoints(tmp_path / "run")[-1].name in ("step_00000003", "step_00000004")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_killed_ranks_and_they_go_on(base: Path, tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train\nfrom training.step import TrainStep\n"
+        "call = TrainStep.__call__\n"
+        "def killed(self, step, *args, **options):\n"
+        "    if step == 4 and os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return call(self, step, *args, **options)\n"
+        "TrainStep.__call__ = killed\n"
+        "sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    config = ("--config", str(base / "run.yaml"), f"run.dir={tmp_path / 'run'}", *QUICK)
+    done = run_train(*config, ranks=2, script=str(script), env={"PET_MAX_RESTARTS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "step_00000002, 2 steps done" in done.stderr and sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
