@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fp8.recipe import BLOCK, Spec
 from parallel.traffic import Traffic
@@ -196,7 +197,7 @@ def _meeting(timeout_s: float) -> dict[str, Any]:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return {"timeout": timeout}
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
     return {"timeout": timeout, "store": dist.PrefixStore(f"restart_{restart}", store), "rank": rank, "world_size": world}
 
 
