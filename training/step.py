@@ -135,7 +135,7 @@ class TrainStep:
 
     def _refuse(self, problem: str, interrupted: bool, grad_norm: float, num_tokens: int) -> StepResult:
         """Forgets everything that forward and backward have left."""
-        for _, weight in self.weights:
+        for weight in (*(w for _, w in self.weights), *self.optimizer.weights.values()):  # a sharded optimizer has its own
             weight.clear_grad()
         for _, router in routers(self.model):
             router.counts.zero_()
