@@ -17,11 +17,11 @@ from contextlib import ExitStack, closing
 import torch
 
 from fp8.health import Health
-from fp8.optimizer import AdamW
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
 from parallel.mesh import WIRES, build_mesh
+from parallel.sharded_optimizer import make_optimizer
 from training.checkpoint import Checkpointer
 from training.command_line import command_line
 from training.config import Config
@@ -77,7 +77,8 @@ def run_in(stack: ExitStack, config: Config) -> int:
     set_gradient_format(model, gradient_format(optim, config.fp8.level))
     states = optimizer_states(optim, config.fp8.level)
     betas = optim.beta1, optim.beta2
-    optimizer = AdamW(weights(model), *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload)
+    adamw = *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload
+    optimizer = make_optimizer(weights(model), mesh, parallel.zero, parallel.zero_partition, *adamw)
     identity = tokenizer.fingerprint, train_data.fingerprint
     checkpointer = stack.enter_context(closing(Checkpointer(config, model, optimizer, mesh, *identity)))
     state = checkpointer.restore(metrics.warn)
@@ -94,7 +95,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
     options = config.model.bias_update_rate, phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
-    take_step = TrainStep(model, optimizer, mesh, optim, *options, guard, parallel.grad_rounding)
+    take_step = TrainStep(model, optimizer, mesh, optim, *options, guard, parallel.grad_rounding, parallel.zero)
     resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     phases.note = lambda name: watchdog.note(f"{name} of step {done}")

@@ -50,6 +50,8 @@ def adamw_ref(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: Hyper) -> t
 class AdamW:
     """Updates every trainable Weight from its `main_grad`.
 
+    `weights` are those it updates, `all_weights` those of the whole model (more where states are sharded, parallel/shard.py).
+
     The stored master is the truth that checkpoints keep: the weight is always `quantise(decode(master))`, so it need not be
     saved. Rounding depends on seed, step and global element only, not on how weights are sharded.
 
@@ -74,7 +76,7 @@ class AdamW:
         seed: int = 0,
         offload: bool = False,
     ) -> None:
-        self.weights = dict(named_weights)
+        self.weights = self.all_weights = dict(named_weights)
         self.beta1, self.beta2, self.eps, self.weight_decay = beta1, beta2, eps, weight_decay
         self.states, self.seed, self.num_steps = States() if states is None else states, seed, 0
         self.offload = offload
@@ -106,7 +108,7 @@ class AdamW:
             self.allocate(name)
         weight, codec, master = self.weights[name], self._codecs[name]["master"], self._state[name]["master"]
         value = value.to(weight.data.device)
-        for rows in _chunks(value.shape):
+        for rows in chunks(value.shape):
             for part, tensor in codec.encode(value[rows].float(), None).items():
                 _rows_of(master[part], rows, codec.parts[part][1])[...] = tensor
         self.refresh(name)
@@ -116,6 +118,9 @@ class AdamW:
         weight, master = self.weights[name], self._state[name]["master"]
         if master["data"] is not weight.data:
             weight.set_(self._codecs[name]["master"].decode(on_device(master, weight.data.device)))
+
+    def publish(self) -> None:
+        """Brings every rank the weights that others update; nothing to do where each rank updates all it holds."""
 
     def master(self, name: str) -> Tensor:
         """fp32 values of the stored master (the live tensor if it is stored so)."""
@@ -181,7 +186,7 @@ def _check_pieces(name: str, weight: Weight, codecs: dict[str, Codec]) -> None:
                 raise ValueError(f"{name}: this rank's part {place} cuts the {edge}-wide tiles of its optimizer states")
 
 
-def _chunks(shape: torch.Size, limit: int = 1 << 26) -> Iterable[slice]:
+def chunks(shape: torch.Size, limit: int = 1 << 26) -> Iterable[slice]:
     """Parts along the first dimension of about `limit` elements that cut no tile: encoding needs some 40 bytes an element."""
     unit = BLOCK if len(shape) == 2 else 1 if len(shape) > 2 else max(shape[0], 1)
     step = max(limit // max(shape[1:].numel() * unit, 1), 1) * unit
@@ -241,12 +246,12 @@ def bytes_report(optimizer: AdamW) -> dict[str, int]:
     """
     found = dict.fromkeys(("weight", "grad", *ROLES, "parameters"), 0)
     states = optimizer.state()
-    for name, weight in optimizer.weights.items():
+    for name, weight in optimizer.all_weights.items():
         found["parameters"] += weight.numel
         found["weight"] += weight.q.nbytes
         found["grad"] += weight.main_grad.nbytes if weight.main_grad is not None else 0
         for kind, tensor in states.get(name, {}).items():
-            if tensor.data_ptr() != weight.data.data_ptr() and tensor.device == weight.data.device:
+            if tensor is not optimizer.weights[name].data and tensor.device == weight.data.device:
                 found[kind.partition(".")[0]] += tensor.nbytes
     return found
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8.optimizer import sum_of_squares
-from fp8.recipe import BLOCK, FORMATS
+from fp8.recipe import BLOCK
 from fp8.weight import Piece, Weight
 from parallel.collectives import Pending, all_reduce, start_all_reduce
 from parallel.grad_wire import KIND, OwnerBucket, even_bounds, starts_of
@@ -86,6 +86,8 @@ class GradReducer:
         stochastic: how `fp8` rounds; the optimizer of the weights must exist (it numbers the steps).
     """
 
+    each_microbatch = False  # gradients leave after the last micro-batch of a step
+
     def __init__(
         self,
         named_weights: Iterable[tuple[str, Weight]],
@@ -95,15 +97,10 @@ class GradReducer:
         fp8: bool = False,
         stochastic: bool = False,
     ) -> None:
-        self._mesh, self._fp8, self._stochastic = mesh, fp8, stochastic
-        self._weights = [w for _, w in named_weights if w.trainable]
-        self._buckets: list[_Bucket | OwnerBucket] = []
-        self._bucket_of: dict[Weight, _Bucket | OwnerBucket] = {}
-        self._done: set[Weight] = set()
-        self._next = 0
+        self._fp8, self._stochastic = fp8, stochastic
+        self._begin(named_weights, mesh)
         open_buckets: dict[tuple[int, torch.dtype], list[Weight]] = {}
         for weight in reversed(self._weights):
-            weight.on_grad_ready = self._ready
             axis = reduce_axis(weight, mesh)
             if axis.size == 1:
                 continue
@@ -117,23 +114,33 @@ class GradReducer:
             self._close(group, reduce_axis(group[0], mesh), wire_dtype)
         self._restart()
 
+    def _begin(self, named_weights: Iterable[tuple[str, Weight]], mesh: Mesh) -> None:
+        self._mesh, self._named = mesh, list(named_weights)
+        self._weights = [w for _, w in self._named if w.trainable]
+        self._buckets: list[_Bucket | OwnerBucket] = []
+        self._bucket_of: dict[Weight, _Bucket | OwnerBucket] = {}
+        self._done: set[Weight] = set()
+        self._next = 0
+        for weight in self._weights:
+            weight.on_grad_ready = self._ready
+
+    def _add(self, bucket: _Bucket | OwnerBucket) -> None:
+        self._buckets.append(bucket)
+        self._bucket_of |= dict.fromkeys(bucket.weights, bucket)
+
     def _close(self, group: Sequence[Weight], axis: Axis, wire_dtype: torch.dtype) -> None:
-        first, starts = group[0], starts_of(group, BLOCK if self._fp8 else 1)
-        part = BLOCK * axis.size
-        size = -(-starts[-1] // part) * part if self._fp8 else starts[-1]
-        flat = torch.zeros(size, dtype=first.grad_dtype, device=first.data.device)
         if self._fp8:
-            bounds = even_bounds(axis.size, size // BLOCK)
-            bucket = OwnerBucket(axis, flat, list(group), bounds, "fp8", self._stochastic)
-        else:
-            bucket = _Bucket(axis, flat, list(group), wire_dtype)
-        for weight, start in zip(group, starts, strict=False):
+            tiles = -(-starts_of(group)[-1] // (BLOCK * axis.size)) * axis.size
+            return self._add(OwnerBucket(axis, list(group), even_bounds(axis.size, tiles), "fp8", self._stochastic))
+        first, start = group[0], 0
+        flat = torch.zeros(sum(w.numel for w in group), dtype=first.grad_dtype, device=first.data.device)
+        for weight in group:
             view = flat[start : start + weight.numel].view(weight.data.shape)
             if weight.main_grad is not None:
                 view.copy_(weight.main_grad)
             weight.main_grad = view
-            self._bucket_of[weight] = bucket
-        self._buckets.append(bucket)
+            start += weight.numel
+        self._add(_Bucket(axis, flat, list(group), wire_dtype))
 
     def _restart(self) -> None:
         self._done.clear()
@@ -176,12 +183,9 @@ class GradReducer:
             bucket.finish()
         self._restart()
 
-
-def make_reducer(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, wire: str, rounding: str = "nearest") -> GradReducer:
-    """The reducer that `parallel.grad_wire` and `parallel.grad_rounding` name."""
-    if wire == "fp8":
-        return GradReducer(named_weights, mesh, fp8=True, stochastic=rounding == "stochastic")
-    return GradReducer(named_weights, mesh, wire_dtype=FORMATS[wire])
+    def norm(self) -> Tensor:
+        """L2 norm of the whole model's gradient, after `finish`; the same bits on every rank."""
+        return global_grad_norm(self._named, self._mesh)
 
 
 def _write_zeros(out: Tensor, accumulate: bool) -> None:

@@ -25,7 +25,7 @@ from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, FORMATS, Spec
 from fp8.state_codecs import CODECS, pow2
 from fp8.weight import Weight
-from parallel.collectives import PendingRows, start_all_gather_rows, start_all_to_all, start_exchange
+from parallel.collectives import Pending, PendingRows, start_all_gather_rows, start_all_to_all, start_exchange
 from parallel.mesh import Axis
 
 KIND = "gradients"
@@ -61,50 +61,81 @@ class OwnerBucket:
     """Gradients that travel together, and who sums which part of them.
 
     Attributes:
-        flat: [F]; `main_grad` of each weight is a view of it.
-        bounds: n + 1 multiples of 128: rank r sums flat[bounds[r] : bounds[r + 1]].
+        bounds: n + 1 places: rank r sums flat[bounds[r] : bounds[r + 1]]. Multiples of 128 where FP8 travels.
         wire: "fp8", "bf16" or "fp32".
         stochastic: how FP8 is rounded.
-        shared: the sums go back to all ranks; otherwise only the owner has them, in its part of `flat`.
+        shared: the sums go back to all ranks; otherwise only the owner has them.
+        transient: gradients are let go as soon as they are sent, and `own` adds up over micro-batches in FP32 (ZeRO-2).
+        flat: [F]; `main_grad` of each weight is a view of it. None between steps when transient.
+        own: what this rank sums; a part of `flat` unless transient.
+        round: micro-batches of the step that have been sent before.
     """
 
     axis: Axis
-    flat: Tensor
     weights: list[Weight]
     bounds: list[int]
     wire: str = "fp8"
     stochastic: bool = False
     shared: bool = True
+    transient: bool = False
     missing: int = 0
-    _arriving: PendingRows | None = field(default=None, repr=False)
+    round: int = 0
+    flat: Tensor | None = field(init=False, default=None, repr=False)
+    own: Tensor = field(init=False, repr=False)
+    _arriving: PendingRows | Pending | None = field(default=None, repr=False)
     _returning: PendingRows | None = field(default=None, repr=False)
+    _sent: Tensor | None = field(default=None, repr=False)
 
-    @property
-    def own(self) -> Tensor:
-        """The part that this rank sums."""
-        return self.flat[self.bounds[self.axis.rank] : self.bounds[self.axis.rank + 1]]
+    def __post_init__(self) -> None:
+        low, high = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
+        if self.transient:
+            self.own = torch.zeros(high - low, device=self.weights[0].data.device)
+        else:
+            self.flat = self._collect()
+            for weight, start in zip(self.weights, starts_of(self.weights), strict=False):
+                weight.main_grad = self.flat[start : start + weight.numel].view(weight.data.shape)
+            self.own = self.flat[low:high]
+
+    def _collect(self) -> Tensor:
+        """The gradients as they are, in one piece."""
+        first = self.weights[0]
+        flat = torch.zeros(self.bounds[-1], dtype=first.grad_dtype, device=first.data.device)
+        for weight, start in zip(self.weights, starts_of(self.weights), strict=False):
+            if weight.main_grad is not None:
+                flat[start : start + weight.numel].copy_(weight.main_grad.reshape(-1))
+        return flat
 
     def launch(self) -> None:
         """Sends each owner its part."""
+        if self.transient:
+            self.flat = self._collect()
+            for weight in self.weights:
+                weight.main_grad = None
         if self.wire == "fp8":
-            q = quantize_tiles(self.flat, self._words(SENT, self.axis.rank))
+            q = quantize_tiles(self.flat, self._words(SENT, self.axis.rank + self.round * self.axis.size))
             send = [(end - start) // BLOCK for start, end in pairwise(self.bounds)]
             self._arriving = start_exchange(q, self.axis, KIND, send, [send[self.axis.rank]] * self.axis.size)
         else:
             send = [end - start for start, end in pairwise(self.bounds)]
             on_wire = self.flat.to(FORMATS[self.wire])
             self._arriving = start_all_to_all(on_wire, self.axis, KIND, send, [send[self.axis.rank]] * self.axis.size)
+            self._sent = on_wire  # alive until it has arrived
+        if self.transient:
+            self.flat = None
 
     def proceed(self) -> None:
         """Once parts have arrived: sums them and, if they are shared, sends the sums on."""
         if self._arriving is None:
             return
-        arrived, self._arriving = self._arriving.wait(), None
+        arrived, self._arriving, self._sent = self._arriving.wait(), None, None
         total = sum_of_ranks(arrived, self.axis.size)
         if self.shared:
             words = self._words(SUMMED, 0)
-            own = None if words is None else words[self.bounds[self.axis.rank] : self.bounds[self.axis.rank + 1]]
+            low, high = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
+            own = None if words is None else words[low:high]
             self._returning = start_all_gather_rows(quantize_tiles(total, own), self.axis, KIND)
+        elif self.round:
+            self.own.add_(total)
         else:
             self.own.copy_(total)
 

@@ -24,7 +24,6 @@ from torch import nn
 
 from fp8.optimizer import AdamW
 from fp8.scaling import role_scales
-from fp8.weight import weights
 from parallel.mesh import Axis, Mesh
 from training import checkpoint_files as files
 from training.config import Config
@@ -149,8 +148,9 @@ class Checkpointer:
     def _refuse_bad(self, step: int, shards: dict[str, Shard]) -> None:
         """A state that is not finite must neither be saved nor take the place of one that is."""
         names = [n for n, s in shards.items() if n.startswith(("master.", "expert_bias.")) and s.tensor.is_floating_point()]
-        fine = torch.stack([shards[name].tensor.isfinite().all().cpu() for name in names])
-        own = next((name for name, ok in zip(names, fine.tolist(), strict=True) if not ok), None)
+        fine = [shards[name].tensor.isfinite().all().cpu() for name in names]  # of a rank that owns no state, none
+        flags = torch.stack(fine).tolist() if fine else []
+        own = next((name for name, ok in zip(names, flags, strict=True) if not ok), None)
         for rank, bad in enumerate(gather(own, self._world)):
             if bad is not None:
                 raise UserError(f"checkpoint of step {step} not saved: {bad} on rank {rank} is not finite; earlier ones are intact")
@@ -183,7 +183,7 @@ class Checkpointer:
             return None
         state = RunState.read(path)
         state.check(path, self.config.model, self.tokenizer, self.data, warn)
-        for name, _ in weights(self.model) if not rollback else ():
+        for name in self.optimizer.weights if not rollback else ():
             self.optimizer.allocate(name)
         self.load(path, state)
         section, now = state.config.get("fp8"), self.config.fp8.recipe
@@ -237,8 +237,9 @@ class Checkpointer:
             raise UserError(f"cannot load checkpoint {path}: {error}") from error
         for scale in role_scales(self.model):
             scale.reset()
-        for name, _ in weights(self.model):
+        for name in self.optimizer.weights:
             self.optimizer.refresh(name)
+        self.optimizer.publish()
         self.optimizer.num_steps = state.num_steps
         rank = self.mesh.world.rank
         if f"rng.{rank}.cpu" in wanted:

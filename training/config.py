@@ -61,6 +61,9 @@ class ParallelConfig:
     combine_wire: Literal["bf16", "fp8"] = "bf16"  # expert outputs on their way back
     grad_wire: Literal["fp32", "bf16", "fp8"] = "fp32"  # gradients over data-parallel ranks
     grad_rounding: Literal["nearest", "stochastic"] = "nearest"  # of grad_wire=fp8
+    # Optimizer states split over the replicas of a weight (1), gradients too (2); 0: every replica has all of them
+    zero: int = 0
+    zero_partition: Literal["rows", "tensors"] = "rows"  # cut between 128-row blocks, or whole tensors by size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,8 @@ class Config:
             tokens=train.micro_batch * self.data.seq_len,
             widths={} if is_fp8 else widths,
         )
+        if parallel.zero and self.fp8.recipe == "auto":
+            found.append(f"parallel.zero={parallel.zero} with fp8.recipe=auto: shards need formats that do not change")
         dp = max(world_size // max(parallel.tp, 1), 1)
         if train.micro_batch >= 1 and train.global_batch % (train.micro_batch * dp):
             found.append(
@@ -200,6 +205,7 @@ _RANGES = (
     ("train.micro_batch", 1, _ANY),
     ("train.log_every", 1, _ANY),
     ("train.timeout_s", 1, _ANY),
+    ("parallel.zero", 0, 2),
     ("optim.lr", 0, _ANY),
     ("optim.warmup_steps", 0, _ANY),
     ("optim.decay_steps", 0, _ANY),

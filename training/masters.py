@@ -25,7 +25,7 @@ def tensors(model: nn.Module, optimizer: AdamW | None, rank: int) -> dict[str, S
     Modules may add their own (FP8 scale histories and the like) by a method `checkpoint_tensors() -> {name: Tensor}`.
     """
     found, states = {}, optimizer.state() if optimizer is not None else {}
-    for name, weight in weights(model) if optimizer is not None else ():
+    for name, weight in optimizer.weights.items() if optimizer is not None else ():
         for kind, tensor in states[name].items():
             found[f"{kind}.{name}"] = Shard.like(weight, tensor, optimizer.tile_of(name, kind))
     for name, router in routers(model):

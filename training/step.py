@@ -22,8 +22,8 @@ from fp8.weight import weights
 from model.loss import Losses, NumValid, count_valid
 from model.router import routers, update_expert_bias
 from parallel.collectives import all_reduce
-from parallel.grad_reduce import global_grad_norm, make_reducer
 from parallel.mesh import Mesh
+from parallel.sharded_optimizer import make_reducer
 from training.data import Batch
 from training.diagnose import first_bad
 from training.faults import FaultConfig, Guard
@@ -81,11 +81,12 @@ class TrainStep:
         grad_wire: str = "fp32",
         guard: Guard | None = None,
         grad_rounding: str = "nearest",
+        zero: int = 0,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
         self.weights = list(weights(model))
-        self.reducer = make_reducer(self.weights, mesh, grad_wire, grad_rounding)
+        self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
         self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None
@@ -104,7 +105,7 @@ class TrainStep:
         losses = self._backward(batches, num_valid)
         with self.phases("reduce"):
             self.reducer.finish()
-            norm = global_grad_norm(self.weights, self.mesh)
+            norm = self.reducer.norm()
             report, broken = self._report(losses, norm, num_valid, interrupted)
         ce_sum, mtp_sum, z_loss, aux_loss, stop, grad_norm, num_ce, num_mtp, _ = report
         loss, numbers = ce_sum / max(num_ce, 1), (stop > 0, grad_norm, int(num_ce))
@@ -151,7 +152,7 @@ class TrainStep:
         results = []
         for i, batch in enumerate(batches):
             for _, weight in self.weights:
-                weight.last_microbatch = i == len(batches) - 1
+                weight.last_microbatch = self.reducer.each_microbatch or i == len(batches) - 1
             if self.graphed is not None and self.graphed.takes(batch.tokens_BS, batch.cu_seqlens):
                 with self.phases("forward"):  # and backward, in the same launch
                     results.append(self.graphed(batch.tokens_BS, batch.labels_BS, num_valid))
@@ -160,6 +161,8 @@ class TrainStep:
                 losses = forward(self.model, batch, num_valid)
             with self.phases("backward"):
                 losses.total.backward()
+            if self.reducer.each_microbatch and i < len(batches) - 1:
+                self.reducer.finish(last=False)
             results.append(losses)
         return results
 

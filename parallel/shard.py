@@ -1,0 +1,240 @@
+"""ZeRO: optimizer states (1), and gradients too (2), live with one owner among the replicas of a weight.
+
+    backward     each bucket: every rank sends each owner its part (grad_wire.py); the owner has the FP32 sum of its part
+    norm         every owner counts its parts, one all-reduce over the world
+    step         AdamW on shells: Weights whose bytes are this rank's rows of the whole weight, so the owner quantises them, once
+    publish      rows travel as they are stored, FP8 bytes and 128x128 scales; every rank then has the owner's bits
+
+Parts are cut between 128-row blocks of a matrix, between the experts of a stack; a vector, and a matrix with one scale for all,
+stays whole. Parts may be uneven and empty. ZeRO: arXiv 1910.02054; whole tensors by size: FP8-LM, arXiv 2310.18313, section 2.3.
+
+Shapes: n ranks of an axis; rows are of dimension 0 of the local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8.optimizer import sum_of_squares
+from fp8.recipe import BLOCK, TENSORWISE
+from fp8.weight import Piece, Weight
+from parallel.collectives import Pending, all_reduce, start_all_gather
+from parallel.grad_reduce import reduce_axis
+from parallel.grad_wire import starts_of
+from parallel.mesh import Axis, Mesh
+from parallel.traffic import FORMAT_NAMES
+
+ALIGN = 16  # bytes; parts of a gather start at multiples of it
+
+
+def unit_rows(weight: Weight) -> int:
+    """Rows that stay together. Parts consist of whole 128-element tiles, which FP8 gradients need."""
+    if weight.data.dim() == 3 and weight.data[0].numel() % BLOCK == 0:
+        return 1
+    is_matrix = weight.data.dim() == 2 and not (weight.spec.is_fp8 and weight.spec.tile == TENSORWISE)
+    return BLOCK if is_matrix else weight.data.shape[0]
+
+
+def cut_evenly(weights: Sequence[Weight], size: int) -> list[list[int]]:
+    """For each weight the n + 1 rows between the parts of consecutive ranks; parts of a group are as even as units allow."""
+    places = []  # (elements before it, weight, row) of every place where a cut may be
+    total = 0
+    for i, weight in enumerate(weights):
+        rows, unit = weight.data.shape[0], unit_rows(weight)
+        places += [(total + row * (weight.numel // rows), i, row) for row in range(0, rows, unit)]
+        total += weight.numel
+    places.append((total, len(weights), 0))
+    chosen = [places[0]]
+    for rank in range(1, size):
+        chosen.append(max(chosen[-1], min(places, key=lambda p: abs(p[0] * size - rank * total))))
+    chosen.append(places[-1])
+    return [[row if i == at else (w.data.shape[0] if i > at else 0) for _, i, row in chosen] for at, w in enumerate(weights)]
+
+
+def give_whole(weights: Sequence[Weight], loads: list[int]) -> tuple[list[Weight], list[list[int]]]:
+    """FP8-LM's partition: the largest weight first, each to the rank with the fewest elements so far (`loads`, in place).
+
+    Returns the weights ordered by owner, and their cuts as `cut_evenly` does.
+    """
+    owner: dict[Weight, int] = {}
+    for weight in sorted(weights, key=lambda w: -w.numel):
+        owner[weight] = loads.index(min(loads))
+        loads[owner[weight]] += weight.numel
+    ordered = sorted(weights, key=owner.__getitem__)
+    return ordered, [[0 if r <= owner[w] else w.data.shape[0] for r in range(len(loads) + 1)] for w in ordered]
+
+
+def shell_of(weight: Weight, rows: slice) -> Weight:
+    """A Weight over the memory of `rows` of another: what it is set to, the other one holds."""
+    pieces = []
+    for p in weight.pieces:
+        start = p.local[0].start or 0
+        low, high = max(start, rows.start), min(p.local[0].stop, rows.stop)
+        if low < high:
+            local = (slice(low - rows.start, high - rows.start), *p.local[1:])
+            pieces.append(Piece((p.offset[0] + low - start, *p.offset[1:]), local, p.replicas))
+    shape = (rows.stop - rows.start, *weight.data.shape[1:])
+    with torch.device("meta"):
+        shell = Weight(
+            *shape, recipe=weight.recipe, init_std=weight.init_std, decay=weight.decay, expert=weight.expert,
+            tp_partial=weight.tp_partial, global_shape=tuple(weight.global_shape), pieces=tuple(pieces),
+        )  # fmt: skip
+    shell.data, shell.name, shell.grad_dtype = weight.data[rows], weight.name, weight.grad_dtype
+    shell.scale_inv = None if weight.scale_inv is None else weight.scale_inv[scale_rows(weight, rows)]
+    shell.anchor.requires_grad_(weight.trainable)
+    return shell
+
+
+def scale_rows(weight: Weight, rows: slice) -> slice:
+    """Rows of the scales that belong to `rows`."""
+    edge = 1 if weight.data.dim() == 3 else weight.spec.tile[0]
+    return slice(None) if edge == 0 else slice(rows.start // edge, -(-rows.stop // edge))
+
+
+@dataclass(eq=False)
+class Group:
+    """Weights of one axis and format whose gradients are reduced, and whose bytes are gathered, together.
+
+    Attributes:
+        cuts: for each weight the n + 1 rows between the parts of consecutive ranks.
+        shells: this rank's part of each weight; None where it has none.
+    """
+
+    axis: Axis
+    names: list[str]
+    weights: list[Weight]
+    cuts: list[list[int]]
+    shells: list[Weight | None] = field(init=False)
+    _pending: Pending | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        own = [slice(*cut[self.axis.rank : self.axis.rank + 2]) for cut in self.cuts]
+        self.shells = [shell_of(w, s) if s.start < s.stop else None for w, s in zip(self.weights, own, strict=True)]
+
+    @property
+    def bounds(self) -> list[int]:
+        """n + 1 places in the bucket of gradients between the parts of consecutive ranks."""
+        starts, found = starts_of(self.weights), []
+        for rank in range(self.axis.size + 1):
+            place = 0
+            for weight, start, end, cut in zip(self.weights, starts, starts[1:], self.cuts, strict=False):
+                if cut[rank] == weight.data.shape[0]:
+                    place = end
+                elif cut[rank]:
+                    place = start + cut[rank] * (weight.numel // weight.data.shape[0])
+            found.append(place)
+        return found
+
+    def parts(self, rank: int) -> list[Tensor]:
+        """The bytes of a rank's part, as views of the weights."""
+        found = []
+        for weight, cut in zip(self.weights, self.cuts, strict=True):
+            rows = slice(cut[rank], cut[rank + 1])
+            if rows.start < rows.stop:
+                tensors = [weight.data[rows]]
+                if weight.scale_inv is not None:
+                    tensors.append(weight.scale_inv[scale_rows(weight, rows)])
+                found += [t.reshape(-1).view(torch.uint8) for t in tensors]
+        return found
+
+    def send(self) -> None:
+        """Starts to send this rank's rows to all, padded to the largest part."""
+        size = max(sum(-(-p.numel() // ALIGN) * ALIGN for p in self.parts(r)) for r in range(self.axis.size))
+        buffer = torch.zeros(1, size, dtype=torch.uint8, device=self.weights[0].data.device)
+        for part, place in _placed(self.parts(self.axis.rank)):
+            buffer[0, place].copy_(part)
+        self._pending = start_all_gather(buffer, self.axis, "weights", FORMAT_NAMES[self.weights[0].data.dtype])
+
+    def receive(self) -> None:
+        """Until every rank's rows are in the weights."""
+        if self._pending is None:
+            return
+        arrived, self._pending = self._pending.wait(), None
+        for rank in range(self.axis.size):
+            if rank != self.axis.rank:
+                for part, place in _placed(self.parts(rank)):
+                    part.copy_(arrived[rank, place])
+
+
+def _placed(parts: list[Tensor]) -> Iterable[tuple[Tensor, slice]]:
+    start = 0
+    for part in parts:
+        yield part, slice(start, start + part.numel())
+        start += -(-part.numel() // ALIGN) * ALIGN
+
+
+class Shards:
+    """Who owns what: groups in about the order in which backward finishes weights, the same on every rank.
+
+    Args:
+        named_weights: all weights of the model, their recipes and gradient formats final.
+        bucket_bytes: gradient bytes of a group. A larger weight has a group of its own.
+        whole: no weight is cut (stacks of experts are, between experts).
+
+    Raises:
+        ValueError: a weight changes its format on the way (`auto`).
+    """
+
+    def __init__(
+        self, named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, bucket_bytes: int = 64 << 20, whole: bool = False
+    ) -> None:
+        self.mesh, self.groups, self.all = mesh, [], dict(named_weights)
+        self._whole, self._loads, self._rows = whole, {}, {}
+        open_groups: dict[tuple[Any, ...], list[tuple[str, Weight]]] = {}
+        for name, weight in reversed(self.all.items()):
+            if weight.recipe.adaptive:
+                raise ValueError(f"{name}: sharded optimizer states need formats that do not change (fp8.recipe=auto)")
+            axis = reduce_axis(weight, mesh)
+            key = (id(axis), weight.grad_dtype, weight.data.dtype, weight.trainable)
+            group = open_groups.setdefault(key, [])
+            if group and sum(w.numel for _, w in [*group, (name, weight)]) * weight.grad_dtype.itemsize > bucket_bytes:
+                self._close(axis, group)
+                group.clear()
+            group.append((name, weight))
+        for group in open_groups.values():
+            self._close(reduce_axis(group[0][1], mesh), group)
+
+    def _close(self, axis: Axis, group: list[tuple[str, Weight]]) -> None:
+        named, weights = {w: n for n, w in group}, [w for _, w in group]
+        if self._whole and weights[0].data.dim() < 3:
+            weights, cuts = give_whole(weights, self._loads.setdefault(id(axis), [0] * axis.size))
+        else:
+            cuts = cut_evenly(weights, axis.size)
+        self.groups.append(Group(axis, [named[w] for w in weights], weights, cuts))
+        self._rows |= {w: slice(*cut[axis.rank : axis.rank + 2]) for w, cut in zip(weights, cuts, strict=True)}
+
+    def named(self) -> dict[str, Weight]:
+        """This rank's parts by name, in the model's order."""
+        found = {n: s for g in self.groups for n, s in zip(g.names, g.shells, strict=True) if s is not None}
+        return {name: found[name] for name in self.all if name in found}
+
+    def rows_of(self, weight: Weight) -> slice:
+        """This rank's rows of a weight."""
+        return self._rows[weight]
+
+    def publish(self) -> None:
+        """Every rank gets every owner's rows."""
+        for group in self.groups:
+            if group.axis.size > 1:
+                group.send()
+        for group in self.groups:
+            group.receive()
+
+    def norm(self) -> Tensor:
+        """As `global_grad_norm`, each part counted by its owner."""
+        squares, tp, device = [], self.mesh.tp, next(iter(self.all.values())).data.device
+        for group in self.groups:
+            for weight, shell in zip(group.weights, group.shells, strict=True):
+                if shell is None or not (shell.trainable and shell.has_grad):
+                    continue
+                split = tuple(weight.data.shape) != tuple(weight.global_shape)
+                for p in shell.pieces:
+                    if weight.expert or weight.tp_partial or (tp.rank % p.replicas == 0 if split else tp.rank == 0):
+                        squares.append(sum_of_squares(shell.main_grad[p.local]))
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        return all_reduce(total, self.mesh.world, "norm").sqrt().float()

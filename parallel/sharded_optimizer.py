@@ -1,0 +1,143 @@
+"""AdamW whose states live with their owners, and the reducer that brings owners their gradients; see shard.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8.optimizer import AdamW, chunks
+from fp8.recipe import FORMATS, TENSORWISE
+from fp8.weight import Weight
+from parallel.grad_reduce import GradReducer
+from parallel.grad_wire import OwnerBucket, starts_of
+from parallel.mesh import Mesh
+from parallel.shard import Group, Shards, shell_of
+
+
+class ShardedAdamW(AdamW):
+    """AdamW on this rank's parts; `publish` brings every rank the weights of the others.
+
+    `weights` and `state()` hold this rank's parts only, as Weights with pieces: what a checkpoint writes. A rank may own no
+    part of a weight. Results do not depend on who owns what: rounding is keyed by the weight's place in the whole model.
+
+    Args:
+        named_weights: all weights of the model, recipes and gradient formats final.
+        whole: no weight is cut.
+        options: for `AdamW`.
+    """
+
+    def __init__(
+        self, named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, *options: Any, whole: bool = False, **named: Any
+    ) -> None:
+        self.shards = Shards(named_weights, mesh, whole=whole)
+        super().__init__(self.shards.named().items(), *options, **named)
+        self.all_weights = self.shards.all
+        self._parameter = {name: place for place, name in enumerate(self.all_weights)}
+        for name, weight in self.all_weights.items():
+            weight.gradient_draw = partial(self._gradient_draw, self._parameter[name])
+
+    def allocate(self, name: str) -> None:
+        if name in self.weights:
+            super().allocate(name)
+
+    def set_master(self, name: str, value: Tensor) -> None:
+        """`value` is the whole of this rank's weight (the same on all replicas), so nothing has to travel."""
+        weight = self.all_weights[name]
+        codec, value = self.states.codecs(weight)["master"], value.to(weight.data.device)
+        whole = weight.spec.is_fp8 and weight.spec.tile == TENSORWISE
+        for rows in (slice(0, value.shape[0]),) if whole else chunks(value.shape):
+            shell_of(weight, rows).set_(codec.decode(codec.encode(value[rows].float(), None)))
+        if name in self.weights:
+            super().set_master(name, value[self.shards.rows_of(weight)])
+
+    def refresh(self, name: str) -> None:
+        if name in self.weights:
+            super().refresh(name)
+
+    def publish(self) -> None:
+        self.shards.publish()
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
+        super().step(lr, grad_scale)
+        for weight in self.all_weights.values():
+            weight.clear_grad()
+        self.publish()
+
+
+class ShardedReducer(GradReducer):
+    """Sums gradients at the owners of their parts, and hands them to the owners' shells.
+
+    Args:
+        wire: "fp32", "bf16" or "fp8".
+        transient: ZeRO-2: gradients leave in every micro-batch and are then let go.
+    """
+
+    def __init__(self, shards: Shards, wire: str = "fp32", stochastic: bool = False, transient: bool = False) -> None:
+        self.each_microbatch, self._shards = transient, shards
+        self._begin(shards.all.items(), shards.mesh)
+        self._bucket_for: list[tuple[Group, OwnerBucket | None]] = []
+        for group in shards.groups:
+            if group.weights[0].trainable:
+                bucket = None
+                if group.axis.size > 1:
+                    bucket = OwnerBucket(group.axis, group.weights, group.bounds, wire, stochastic, False, transient)
+                    self._add(bucket)
+                self._bucket_for.append((group, bucket))
+        self._restart()
+
+    def finish(self, last: bool = True) -> None:
+        """As for a GradReducer; only owners have the sums. `last`: of the step's micro-batches."""
+        super().finish()
+        for bucket in self._buckets:
+            bucket.round = 0 if last else bucket.round + 1
+        if last:
+            for group, bucket in self._bucket_for:
+                _hand_over(group, bucket)
+        else:
+            for weight in self._bucket_of:
+                weight.clear_grad()
+
+    def norm(self) -> Tensor:
+        return self._shards.norm()
+
+
+def _hand_over(group: Group, bucket: OwnerBucket | None) -> None:
+    rank = group.axis.rank
+    for weight, shell, start, cut in zip(group.weights, group.shells, starts_of(group.weights), group.cuts, strict=False):
+        if shell is None:
+            continue
+        if bucket is None:
+            shell.main_grad = weight.main_grad
+        else:
+            place = start + cut[rank] * (weight.numel // weight.data.shape[0]) - bucket.bounds[rank]
+            shell.main_grad = bucket.own[place : place + shell.numel].view(shell.data.shape)
+        shell.note_replayed_uses()
+
+
+def make_reducer(
+    named_weights: Iterable[tuple[str, Weight]],
+    mesh: Mesh,
+    optimizer: AdamW,
+    wire: str = "fp32",
+    rounding: str = "nearest",
+    zero: int = 0,
+) -> GradReducer:
+    """The reducer that `parallel.grad_wire`, `grad_rounding` and `zero` name."""
+    stochastic = rounding == "stochastic"
+    if isinstance(optimizer, ShardedAdamW):
+        return ShardedReducer(optimizer.shards, wire, stochastic, zero == 2)
+    if wire == "fp8":
+        return GradReducer(named_weights, mesh, fp8=True, stochastic=stochastic)
+    return GradReducer(named_weights, mesh, wire_dtype=FORMATS[wire])
+
+
+def make_optimizer(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, zero: int, partition: str, *options: Any) -> AdamW:
+    """AdamW, sharded where `parallel.zero` asks for it. `options` are AdamW's."""
+    if zero == 0:
+        return AdamW(named_weights, *options)
+    return ShardedAdamW(named_weights, mesh, *options, whole=partition == "tensors")

@@ -1,0 +1,42 @@
+"""`train.py` with FP8 gradients, sharded states and FP8 weights on the wire: runs, resumes on other ranks, says its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_train
+from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
+from tests.training.test_train_loop import config_of, losses
+from training.errors import UserError
+from training.metrics import read_metrics
+
+
+@pytest.mark.distributed
+def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    """6 steps at once, and 3 + 3 with another process in between: the same losses bit for bit."""
+    options = ["parallel.zero=2", "parallel.grad_wire=fp8", "parallel.grad_rounding=stochastic", "optim.states=lean"]
+    options += ["train.global_batch=4", "train.micro_batch=1", "eval.samples=0", "train.log_every=1", "checkpoint.every=3"]
+    options += ["optim.schedule=constant", "optim.warmup_steps=0"]
+    config, run = str(base / "run.yaml"), {}
+    for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+        last = [f"run.dir={tmp_path / name}", f"train.steps={steps}"]
+        done = run_train("--config", config, *options, *last, ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        run[name] = losses(tmp_path / name)
+    assert run["whole"] == run["parts"] and sorted(run["whole"]) == [1, 2, 3, 4, 5, 6]
+    records = [r for r in read_metrics(tmp_path / "whole/metrics.jsonl") if "loss" in r]
+    for record in records:
+        assert record["wire_format/weights/e4m3_gb"] > 0 and record["wire_time/weights_s"] > 0
+        assert "wire_format/gradients/fp32_gb" not in record
+    # and on one process, unsharded, from the same files
+    alone = [f"run.dir={tmp_path / 'alone'}", f"checkpoint.resume={tmp_path / 'parts'}", "train.steps=7"]
+    done = run_train("--config", config, *options[3:], *alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(losses(tmp_path / "alone")) == [7]
+
+
+def test_formats_that_change_are_refused(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(UserError, match="parallel.zero=1 with fp8.recipe=auto"):
+        config_of(base, tmp_path, "parallel.zero=1", "fp8.recipe=auto")
