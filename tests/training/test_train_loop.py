@@ -457,11 +457,11 @@ def test_mistakes_are_one_message_without_traceback(
         "packed data /nope/train.bin does not exist": (*config, "data.dir=/nope"),
         "fewer than one global batch": (*config, "train.global_batch=100000"),
         "no checkpoint at nope": (*config, "checkpoint.resume=nope"),
-        "this host has": (*config, "train.device=cuda"),
+        "finds no GPU on this machine": (*config, "train.device=cuda"),
         "the model's vocabulary holds only 128": (*config, "model.vocab_size=128", "data.vocab_size=128"),
     }
     if torch.cuda.is_available():
-        del cases["this host has"]
+        del cases["finds no GPU on this machine"]
     for part, args in cases.items():
         assert call_main(monkeypatch, *args) == 2, part
         err = capsys.readouterr().err
