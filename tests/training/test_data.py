@@ -19,7 +19,7 @@ def dataset_of(num_tokens, seq_len=4):
     """A data set of tokens 0, 1, 2, ... without a file."""
     dataset = object.__new__(PackedDataset)
     dataset.path, dataset.seq_len, dataset.num_samples = "memory", seq_len, (num_tokens - 1) // seq_len
-    dataset.info = SimpleNamespace(eos_id=-5)
+    dataset.info = SimpleNamespace(vocab_size=2**31, eos_id=-5)
     dataset._tokens_N = np.arange(num_tokens, dtype=np.uint32)
     return dataset
 
