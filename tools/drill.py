@@ -4,9 +4,8 @@
     python -m tools.drill --kills 4 --ranks 2   the short form, as in the tests
 
 Each kill is `kill -9`, of one rank or of all of them, at a random moment of a random step or while a checkpoint is being
-written. A rank that loses its peers ends by itself. Then the ranks start again, as torchrun would start them, and must resume
-from the newest checkpoint that was whole at the kill. In the end every loss, gradient norm and tensor must equal the undisturbed
-run's, bit for bit.
+written. A rank that loses its peers ends by itself. Then the ranks start again, as torchrun would start them. In the end every
+loss, gradient norm and tensor must equal the undisturbed run's, bit for bit.
 """
 
 from __future__ import annotations

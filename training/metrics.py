@@ -160,6 +160,8 @@ class Metrics:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             (self.path.parent / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
             self._file = open(self.path, "a", encoding="utf-8")
+            if self.path.read_bytes()[-1:] not in (b"", b"\n"):  # a kill has cut a record off: the next one gets its own line
+                self._file.write("\n")
         except OSError as error:
             raise UserError(f"cannot write in run.dir={config.run.dir}: {error.strerror or error}") from error
         if done or self.path.stat().st_size:

@@ -334,6 +334,14 @@ def test_superseded_and_half_written_records_are_left_out(tmp_path: Path) -> Non
     assert [r["loss"] for r in read_metrics(tmp_path / "m.jsonl")] == [1, 3]
 
 
+def test_a_record_that_a_kill_cut_off_does_not_swallow_the_resume(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
+    metrics = Metrics(config_of(base, tmp_path, "log.wandb=off"), active=True)
+    metrics.start(1, None)
+    metrics.close()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
 class FakeRun:
     def __init__(self, log: list, options: dict) -> None:
         self.rows, self.options = log, options
