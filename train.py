@@ -20,6 +20,7 @@ from fp8.health import Health
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
+from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import WIRES, build_mesh
 from parallel.sharded_optimizer import make_optimizer
 from training.checkpoint import Checkpointer
@@ -77,6 +78,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     set_gradient_format(model, gradient_format(optim, config.fp8.level))
     states = optimizer_states(optim, config.fp8.level)
     betas = optim.beta1, optim.beta2
+    attach_auto_scale(model, mesh, parallel.grad_wire)
     adamw = *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload
     optimizer = make_optimizer(weights(model), mesh, parallel.zero, parallel.zero_partition, *adamw)
     identity = tokenizer.fingerprint, train_data.fingerprint

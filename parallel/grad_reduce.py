@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fp8.optimizer import sum_of_squares
 from fp8.recipe import BLOCK
 from fp8.weight import Piece, Weight
 from parallel.collectives import Pending, all_reduce, start_all_reduce
+from parallel.grad_auto_scale import AutoScale, SharedScaleBucket
 from parallel.grad_wire import KIND, OwnerBucket, even_bounds, starts_of
 from parallel.mesh import Axis, Mesh
 
@@ -84,6 +86,7 @@ class GradReducer:
         wire_dtype: FP32, or BF16 for half the bytes (rounded once before the sum, and by the sum).
         fp8: E4M3 to an owner that sums in FP32 and sends the sum on in E4M3 (parallel/grad_wire.py), instead of `wire_dtype`.
         stochastic: how `fp8` rounds; the optimizer of the weights must exist (it numbers the steps).
+        auto: FP8-LM's sums under a shared scale instead (parallel/grad_auto_scale.py).
     """
 
     each_microbatch = False  # gradients leave after the last micro-batch of a step
@@ -96,8 +99,9 @@ class GradReducer:
         wire_dtype: torch.dtype = torch.float32,
         fp8: bool = False,
         stochastic: bool = False,
+        auto: AutoScale | None = None,
     ) -> None:
-        self._fp8, self._stochastic = fp8, stochastic
+        self._fp8, self._stochastic, self._auto = fp8, stochastic, auto
         self._begin(named_weights, mesh)
         open_buckets: dict[tuple[int, torch.dtype], list[Weight]] = {}
         for weight in reversed(self._weights):
@@ -129,9 +133,9 @@ class GradReducer:
         self._bucket_of |= dict.fromkeys(bucket.weights, bucket)
 
     def _close(self, group: Sequence[Weight], axis: Axis, wire_dtype: torch.dtype) -> None:
-        if self._fp8:
-            tiles = -(-starts_of(group)[-1] // (BLOCK * axis.size)) * axis.size
-            return self._add(OwnerBucket(axis, list(group), even_bounds(axis.size, tiles), "fp8", self._stochastic))
+        if self._fp8 or self._auto is not None:
+            bounds = even_bounds(axis.size, -(-starts_of(group)[-1] // (BLOCK * axis.size)) * axis.size)
+            return self._add(owner_bucket(axis, list(group), bounds, "fp8", self._stochastic, auto=self._auto))
         first, start = group[0], 0
         flat = torch.zeros(sum(w.numel for w in group), dtype=first.grad_dtype, device=first.data.device)
         for weight in group:
@@ -165,11 +169,11 @@ class GradReducer:
                 self._buckets[self._next - 1].proceed()
             self._next += 1
 
-    def finish(self) -> None:
+    def finish(self, last: bool = True) -> None:
         """Waits for all sums; every trainable weight then holds its global gradient.
 
         A weight that this rank did not use in the step counts as zero: all ranks issue the same collectives, and the
-        optimizer treats the weight the same on every rank.
+        optimizer treats the weight the same on every rank. `last`: of the step's micro-batches, where each sends its own.
         """
         for weight in reversed(self._weights):
             if weight not in self._done:
@@ -182,6 +186,8 @@ class GradReducer:
         for bucket in self._buckets:
             bucket.finish()
         self._restart()
+        if self._auto is not None and last:
+            self._auto.update(self._mesh.world)
 
     def norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, after `finish`; the same bits on every rank."""
@@ -191,6 +197,11 @@ class GradReducer:
 def _write_zeros(out: Tensor, accumulate: bool) -> None:
     if not accumulate:
         out.zero_()
+
+
+def owner_bucket(*args: Any, auto: AutoScale | None, **named: Any) -> OwnerBucket:
+    """An OwnerBucket, or the one with shared scales where there is a mu for them."""
+    return OwnerBucket(*args, **named) if auto is None else SharedScaleBucket(*args, **named, auto=auto)
 
 
 def _grad_bytes(group: Sequence[Weight]) -> int:

@@ -12,7 +12,8 @@ from torch import Tensor
 from fp8.optimizer import AdamW, chunks
 from fp8.recipe import FORMATS, TENSORWISE
 from fp8.weight import Weight
-from parallel.grad_reduce import GradReducer
+from parallel.grad_auto_scale import AutoScale
+from parallel.grad_reduce import GradReducer, owner_bucket
 from parallel.grad_wire import OwnerBucket, starts_of
 from parallel.mesh import Mesh
 from parallel.shard import Group, Shards, shell_of
@@ -73,26 +74,34 @@ class ShardedReducer(GradReducer):
     """Sums gradients at the owners of their parts, and hands them to the owners' shells.
 
     Args:
-        wire: "fp32", "bf16" or "fp8".
+        wire: "fp32", "bf16" or "fp8"; `auto`: FP8-LM's sums instead.
         transient: ZeRO-2: gradients leave in every micro-batch and are then let go.
     """
 
-    def __init__(self, shards: Shards, wire: str = "fp32", stochastic: bool = False, transient: bool = False) -> None:
-        self.each_microbatch, self._shards = transient, shards
+    def __init__(
+        self,
+        shards: Shards,
+        wire: str = "fp32",
+        stochastic: bool = False,
+        transient: bool = False,
+        auto: AutoScale | None = None,
+    ) -> None:
+        self.each_microbatch, self._shards, self._auto = transient, shards, auto
         self._begin(shards.all.items(), shards.mesh)
         self._bucket_for: list[tuple[Group, OwnerBucket | None]] = []
         for group in shards.groups:
             if group.weights[0].trainable:
                 bucket = None
                 if group.axis.size > 1:
-                    bucket = OwnerBucket(group.axis, group.weights, group.bounds, wire, stochastic, False, transient)
+                    options = group.axis, group.weights, group.bounds, wire, stochastic, False, transient
+                    bucket = owner_bucket(*options, auto=auto)
                     self._add(bucket)
                 self._bucket_for.append((group, bucket))
         self._restart()
 
     def finish(self, last: bool = True) -> None:
         """As for a GradReducer; only owners have the sums. `last`: of the step's micro-batches."""
-        super().finish()
+        super().finish(last)
         for bucket in self._buckets:
             bucket.round = 0 if last else bucket.round + 1
         if last:
@@ -126,13 +135,14 @@ def make_reducer(
     wire: str = "fp32",
     rounding: str = "nearest",
     zero: int = 0,
+    auto: AutoScale | None = None,
 ) -> GradReducer:
-    """The reducer that `parallel.grad_wire`, `grad_rounding` and `zero` name."""
+    """The reducer that `parallel.grad_wire`, `grad_rounding` and `zero` name; "fp8_lm" needs `auto`."""
     stochastic = rounding == "stochastic"
     if isinstance(optimizer, ShardedAdamW):
-        return ShardedReducer(optimizer.shards, wire, stochastic, zero == 2)
-    if wire == "fp8":
-        return GradReducer(named_weights, mesh, fp8=True, stochastic=stochastic)
+        return ShardedReducer(optimizer.shards, wire, stochastic, zero == 2, auto)
+    if wire in ("fp8", "fp8_lm"):
+        return GradReducer(named_weights, mesh, fp8=True, stochastic=stochastic, auto=auto)
     return GradReducer(named_weights, mesh, wire_dtype=FORMATS[wire])
 
 

@@ -94,7 +94,7 @@ def _matrix_parameters(c: ModelConfig, tp: int) -> tuple[float, float, float]:
     return linears / tp, heads / tp, 3 * c.hidden_size * c.moe_intermediate_size
 
 
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 132 / 128}  # an element on the wire, scale and padding included
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 132 / 128, "fp8_lm": 1}  # an element on the wire, scale and padding included
 
 
 @dataclass(frozen=True)

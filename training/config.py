@@ -59,7 +59,8 @@ class ParallelConfig:
     # How sums travel (docs/parallelism.md). "bf16" is the residual stream's own dtype; "fp8" adds one rounding, sums in FP32
     tp_wire: Literal["bf16", "fp8"] = "bf16"  # after row-parallel layers
     combine_wire: Literal["bf16", "fp8"] = "bf16"  # expert outputs on their way back
-    grad_wire: Literal["fp32", "bf16", "fp8"] = "fp32"  # gradients over data-parallel ranks
+    # Gradients over data-parallel ranks. fp8: tiles, summed in FP32; fp8_lm: summed in FP8 under a shared scale (FP8-LM)
+    grad_wire: Literal["fp32", "bf16", "fp8", "fp8_lm"] = "fp32"
     grad_rounding: Literal["nearest", "stochastic"] = "nearest"  # of grad_wire=fp8
     # Optimizer states split over the replicas of a weight (1), gradients too (2); 0: every replica has all of them
     zero: int = 0

@@ -86,7 +86,8 @@ class TrainStep:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.phases = bias_rate, phases
         self.weights = list(weights(model))
-        self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero)
+        mu = getattr(model, "grad_scale", None)
+        self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero, mu)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
         self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None

@@ -14,6 +14,7 @@ from fp8.recipe import Recipe, recipe_named
 from fp8.weight import Weight, weights
 from model.router import update_expert_bias
 from model.transformer import Transformer, initial_values
+from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import Mesh, build_mesh
 from parallel.shard import Shards, cut_evenly, give_whole
 from parallel.sharded_optimizer import make_optimizer, make_reducer
@@ -48,7 +49,9 @@ def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
     named = list(weights(model))
     adamw = 0.9, 0.95, ADAM["eps"], 0.1, states_named(run.states), 3
     optimizer = make_optimizer(named, mesh, run.zero, run.partition, *adamw)
-    reducer = make_reducer(named, mesh, optimizer, run.wire, run.rounding, run.zero)
+    attach_auto_scale(model, mesh, run.wire)
+    auto = getattr(model, "grad_scale", None)
+    reducer = make_reducer(named, mesh, optimizer, run.wire, run.rounding, run.zero, auto)
     for name, _, value in initial_values(model, seed=5):
         optimizer.set_master(name, torch.zeros_like(value) if run.source else value)
     if run.source:
@@ -67,7 +70,7 @@ def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
         seen["norms"].append(norm.item())
         optimizer.step(ADAM["lr"], CLIP / norm.clamp(min=CLIP))
         update_expert_bias(model, mesh.world, 1e-3)
-    seen["sent"] = dict(mesh.traffic.sent)
+    seen["sent"], seen["mu"] = dict(mesh.traffic.sent), None if auto is None else auto.mu.item()
     if run.target:
         write_shards(folder / run.target, tensors(model, optimizer, mesh.world.rank), mesh.world)
     seen["weights"] = {(n, p.offset): bits(w.data[p.local]) for n, w in named for p in w.pieces}
@@ -94,6 +97,7 @@ TWO = [
     Run(recipe="tensorwise_current"), Run(1, recipe="tensorwise_current"),
     Run(wire="fp8"), Run(1, wire="fp8"), Run(2, wire="fp8"), Run(2),
     Run(wire="fp8", rounding="stochastic"), Run(1, wire="fp8", rounding="stochastic"),
+    Run(wire="fp8_lm"), Run(1, wire="fp8_lm"), Run(2, wire="fp8_lm"),
     Run(ep=2), Run(1, ep=2), Run(tp=2), Run(1, tp=2),
 ]  # fmt: skip
 
@@ -146,7 +150,7 @@ class TestTwoRanks:
 
     def test_fp8_reduction_stays_near(self, two: dict) -> None:
         want = two[Run()][0]
-        for run in (r for r in two if r.wire == "fp8"):
+        for run in (r for r in two if r.wire.startswith("fp8")):
             assert two[run][0]["losses"] == pytest.approx(want["losses"], rel=1e-2), run
             assert two[run][0]["norms"][0] == pytest.approx(want["norms"][0], rel=2e-2), run
 
@@ -179,12 +183,15 @@ def test_31_states_reshard_to_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_27_resume_is_bitwise(tmp_path: Path) -> None:
-    """With sharded FP8 states, FP8 gradients rounded stochastically and another start of the masters."""
-    options = dict(zero=1, wire="fp8", states="lean", rounding="stochastic")
-    runs = [Run(last=4, **options), Run(last=2, target="a", **options), Run(first=2, last=4, source="a", **options)]
-    for whole, _, resumed in run_ranks(2, on_ranks, runs, str(tmp_path)):
-        assert resumed["losses"] == whole["losses"][2:] and resumed["weights"] == whole["weights"]
-        assert resumed["scales"] == whole["scales"]
+    """With sharded FP8 states; FP8 gradients rounded stochastically, or under FP8-LM's mu, which the checkpoint keeps."""
+    runs = []
+    for options in (dict(zero=1, wire="fp8", rounding="stochastic"), dict(zero=2, wire="fp8_lm")):
+        options, name = options | dict(states="lean"), options["wire"]
+        runs += [Run(last=4, **options), Run(last=2, target=name, **options), Run(first=2, last=4, source=name, **options)]
+    for seen in run_ranks(2, on_ranks, runs, str(tmp_path)):
+        for whole, resumed in (seen[0:3:2], seen[3:6:2]):
+            assert resumed["losses"] == whole["losses"][2:] and resumed["weights"] == whole["weights"]
+            assert resumed["scales"] == whole["scales"] and resumed["mu"] == whole["mu"]
 
 
 class TestCuts:

@@ -8,9 +8,10 @@ import pytest
 
 from tests.helpers import run_train
 from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import config_of, losses
+from tests.training.test_train_loop import config_of, losses, tensors_of
 from training.errors import UserError
 from training.metrics import read_metrics
+from training.run_state import whole_checkpoints
 
 
 @pytest.mark.distributed
@@ -35,6 +36,23 @@ def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> Non
     done = run_train("--config", config, *options[3:], *alone)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(losses(tmp_path / "alone")) == [7]
+
+
+@pytest.mark.distributed
+def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    options = [
+        "parallel.grad_wire=fp8_lm",
+        "eval.samples=0",
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        f"run.dir={tmp_path}",
+    ]
+    options += ["checkpoint.every=2", "fp8.health_every=0"]
+    for steps in (2, 3):
+        done = run_train("--config", str(base / "run.yaml"), *options, f"train.steps={steps}", ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        mu = tensors_of(whole_checkpoints(tmp_path)[-1])["state.grad_scale.scales.mu"].item()
+        assert mu == pytest.approx(0.5 * 2 ** (steps / 1000), rel=1e-12)  # no step saturates
 
 
 def test_formats_that_change_are_refused(base: Path, tmp_path: Path) -> None:  # noqa: F811
