@@ -80,7 +80,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     betas = optim.beta1, optim.beta2
     attach_auto_scale(model, mesh, parallel.grad_wire)
     adamw = *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload
-    optimizer = make_optimizer(weights(model), mesh, parallel.zero, parallel.zero_partition, *adamw)
+    optimizer = make_optimizer(model, mesh, parallel.zero, parallel.zero_partition, parallel.overlap_gather, *adamw)
     identity = tokenizer.fingerprint, train_data.fingerprint
     checkpointer = stack.enter_context(closing(Checkpointer(config, model, optimizer, mesh, *identity)))
     state = checkpointer.restore(metrics.warn)
@@ -113,6 +113,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     def validate() -> bool:
         """False when a signal has cut it short."""
         with phases("eval"):
+            optimizer.settle()
             sizes = train.micro_batch, config.eval.samples, data.isolate_documents
             result = evaluate(model, val_data, mesh, device, *sizes, stop=lambda: stop.agreed(mesh.world))
             if result is None:
@@ -167,6 +168,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
         if done == first:
             metrics.say(f"held        {steady_state(optimizer, device)}")
         if done == first or due(faults.compare_every, done):
+            optimizer.settle()
             compare_replicas(model, mesh, done)
         if config.eval.samples and due(config.eval.every, done) and not (last or stopping):
             stopping = not validate()

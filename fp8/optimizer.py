@@ -122,6 +122,9 @@ class AdamW:
     def publish(self) -> None:
         """Brings every rank the weights that others update; nothing to do where each rank updates all it holds."""
 
+    def settle(self) -> None:
+        """Until what `publish` has sent has arrived; before weights are read outside the model's forward."""
+
     def master(self, name: str) -> Tensor:
         """fp32 values of the stored master (the live tensor if it is stored so)."""
         return self._codecs[name]["master"].decode(self._state[name]["master"])

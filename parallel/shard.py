@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8.optimizer import sum_of_squares
 from fp8.recipe import BLOCK, TENSORWISE
-from fp8.weight import Piece, Weight
+from fp8.weight import Piece, Weight, weights
 from parallel.collectives import Pending, all_reduce, start_all_gather
 from parallel.grad_reduce import reduce_axis
 from parallel.grad_wire import starts_of
@@ -161,6 +162,11 @@ class Group:
                     part.copy_(arrived[rank, place])
 
 
+def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:
+    for group in groups:
+        group.receive()
+
+
 def _placed(parts: list[Tensor]) -> Iterable[tuple[Tensor, slice]]:
     start = 0
     for part in parts:
@@ -185,6 +191,7 @@ class Shards:
     ) -> None:
         self.mesh, self.groups, self.all = mesh, [], dict(named_weights)
         self._whole, self._loads, self._rows = whole, {}, {}
+        self.lazy = False
         open_groups: dict[tuple[Any, ...], list[tuple[str, Weight]]] = {}
         for name, weight in reversed(self.all.items()):
             if weight.recipe.adaptive:
@@ -200,13 +207,13 @@ class Shards:
             self._close(reduce_axis(group[0][1], mesh), group)
 
     def _close(self, axis: Axis, group: list[tuple[str, Weight]]) -> None:
-        named, weights = {w: n for n, w in group}, [w for _, w in group]
-        if self._whole and weights[0].data.dim() < 3:
-            weights, cuts = give_whole(weights, self._loads.setdefault(id(axis), [0] * axis.size))
+        named, members = {w: n for n, w in group}, [w for _, w in group]
+        if self._whole and members[0].data.dim() < 3:
+            members, cuts = give_whole(members, self._loads.setdefault(id(axis), [0] * axis.size))
         else:
-            cuts = cut_evenly(weights, axis.size)
-        self.groups.append(Group(axis, [named[w] for w in weights], weights, cuts))
-        self._rows |= {w: slice(*cut[axis.rank : axis.rank + 2]) for w, cut in zip(weights, cuts, strict=True)}
+            cuts = cut_evenly(members, axis.size)
+        self.groups.append(Group(axis, [named[w] for w in members], members, cuts))
+        self._rows |= {w: slice(*cut[axis.rank : axis.rank + 2]) for w, cut in zip(members, cuts, strict=True)}
 
     def named(self) -> dict[str, Weight]:
         """This rank's parts by name, in the model's order."""
@@ -218,12 +225,32 @@ class Shards:
         return self._rows[weight]
 
     def publish(self) -> None:
-        """Every rank gets every owner's rows."""
-        for group in self.groups:
+        """Every rank gets every owner's rows: at once, or, after `overlap`, by the time that they are used."""
+        for group in reversed(self.groups):  # about in the order of forward
             if group.axis.size > 1:
                 group.send()
+        if not self.lazy:
+            self.settle()
+
+    def settle(self) -> None:
+        """Until all rows have arrived: before weights are read outside the model's forward."""
         for group in self.groups:
             group.receive()
+
+    def overlap(self, model: nn.Module) -> None:
+        """Lets rows arrive under the next forward: each layer waits for the groups of its own weights, in whatever order it runs.
+
+        Weights of the model itself (embedding, last norm, head) are waited for when it starts. Waiting starts no collective, so
+        ranks may run layers in different orders.
+        """
+        self.lazy = True
+        group_of = {w: g for g in self.groups for w in g.weights}
+        units = [m for child in model.children() for m in (child if isinstance(child, nn.ModuleList) else [child])]
+        for unit in units:
+            if not isinstance(unit, Weight):
+                unit.register_forward_pre_hook(partial(_receive, [group_of[w] for _, w in weights(unit)]))
+        own = [group_of[child] for child in model.children() if isinstance(child, Weight)]
+        model.register_forward_pre_hook(partial(_receive, own))
 
     def norm(self) -> Tensor:
         """As `global_grad_norm`, each part counted by its owner."""

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8.optimizer import AdamW, chunks
 from fp8.recipe import FORMATS, TENSORWISE
-from fp8.weight import Weight
+from fp8.weight import Weight, weights
 from parallel.grad_auto_scale import AutoScale
 from parallel.grad_reduce import GradReducer, owner_bucket
 from parallel.grad_wire import OwnerBucket, starts_of
@@ -32,9 +32,15 @@ class ShardedAdamW(AdamW):
     """
 
     def __init__(
-        self, named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, *options: Any, whole: bool = False, **named: Any
+        self,
+        named_weights: Iterable[tuple[str, Weight]],
+        mesh: Mesh,
+        *options: Any,
+        whole: bool = False,
+        bucket_bytes: int = 64 << 20,
+        **named: Any,
     ) -> None:
-        self.shards = Shards(named_weights, mesh, whole=whole)
+        self.shards = Shards(named_weights, mesh, bucket_bytes, whole)
         super().__init__(self.shards.named().items(), *options, **named)
         self.all_weights = self.shards.all
         self._parameter = {name: place for place, name in enumerate(self.all_weights)}
@@ -62,8 +68,12 @@ class ShardedAdamW(AdamW):
     def publish(self) -> None:
         self.shards.publish()
 
+    def settle(self) -> None:
+        self.shards.settle()
+
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
+        self.settle()  # of weights that no layer has read since the last step
         super().step(lr, grad_scale)
         for weight in self.all_weights.values():
             weight.clear_grad()
@@ -146,8 +156,11 @@ def make_reducer(
     return GradReducer(named_weights, mesh, wire_dtype=FORMATS[wire])
 
 
-def make_optimizer(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh, zero: int, partition: str, *options: Any) -> AdamW:
+def make_optimizer(model: nn.Module, mesh: Mesh, zero: int, partition: str, overlap: bool, *options: Any) -> AdamW:
     """AdamW, sharded where `parallel.zero` asks for it. `options` are AdamW's."""
     if zero == 0:
-        return AdamW(named_weights, *options)
-    return ShardedAdamW(named_weights, mesh, *options, whole=partition == "tensors")
+        return AdamW(weights(model), *options)
+    optimizer = ShardedAdamW(weights(model), mesh, *options, whole=partition == "tensors")
+    if overlap:
+        optimizer.shards.overlap(model)
+    return optimizer

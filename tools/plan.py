@@ -138,7 +138,7 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
     """Memory, wire and time of one plan."""
     batch = plan.speed.tokens // config.data.seq_len
     m, s, layout = plan.memory, plan.speed, plan.layout
-    sharded = "sharded over replicas" if layout.sharded_states else "whole on every replica"
+    sharded = "sharded over replicas (parallel.zero=1)" if layout.sharded_states else "whole on every replica"
     per_gpu = s.tokens / s.expected / layout.world
     return [
         f"layout         {layout.world} x {gpu.name}: dp {layout.dp} x tp {layout.tp}, ep {layout.ep} (edp {layout.edp}); "

@@ -64,6 +64,7 @@ class ParallelConfig:
     grad_rounding: Literal["nearest", "stochastic"] = "nearest"  # of grad_wire=fp8
     # Optimizer states split over the replicas of a weight (1), gradients too (2); 0: every replica has all of them
     zero: int = 0
+    overlap_gather: bool = False  # sharded: new weights arrive under the next forward
     zero_partition: Literal["rows", "tensors"] = "rows"  # cut between 128-row blocks, or whole tensors by size
 
 

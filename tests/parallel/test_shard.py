@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fp8.optimizer import AdamW, states_named
 from fp8.recipe import Recipe, recipe_named
@@ -17,7 +18,7 @@ from model.transformer import Transformer, initial_values
 from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import Mesh, build_mesh
 from parallel.shard import Shards, cut_evenly, give_whole
-from parallel.sharded_optimizer import make_optimizer, make_reducer
+from parallel.sharded_optimizer import ShardedAdamW, make_optimizer, make_reducer
 from tests.helpers import run_ranks
 from tests.parallel.layouts import ADAM, CLIP, CONFIG, backward, bits
 from training.masters import tensors
@@ -41,6 +42,7 @@ class Run:
     source: str = ""
     target: str = ""
     parts: int = 1
+    overlap: bool = False
 
 
 def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
     model = Transformer(CONFIG, recipe_named(run.recipe), mesh, dtype=torch.float32).train()
     named = list(weights(model))
     adamw = 0.9, 0.95, ADAM["eps"], 0.1, states_named(run.states), 3
-    optimizer = make_optimizer(named, mesh, run.zero, run.partition, *adamw)
+    optimizer = make_optimizer(model, mesh, run.zero, run.partition, run.overlap, *adamw)
     attach_auto_scale(model, mesh, run.wire)
     auto = getattr(model, "grad_scale", None)
     reducer = make_reducer(named, mesh, optimizer, run.wire, run.rounding, run.zero, auto)
@@ -70,6 +72,7 @@ def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
         seen["norms"].append(norm.item())
         optimizer.step(ADAM["lr"], CLIP / norm.clamp(min=CLIP))
         update_expert_bias(model, mesh.world, 1e-3)
+    optimizer.settle()
     seen["sent"], seen["mu"] = dict(mesh.traffic.sent), None if auto is None else auto.mu.item()
     if run.target:
         write_shards(folder / run.target, tensors(model, optimizer, mesh.world.rank), mesh.world)
@@ -91,7 +94,7 @@ def on_ranks(rank: int, size: int, runs: list[Run], folder: str) -> list[dict[st
 
 
 TWO = [
-    Run(), Run(1), Run(1, partition="tensors"),
+    Run(), Run(1), Run(1, partition="tensors"), Run(1, overlap=True), Run(2, overlap=True),
     Run(states="lean"), Run(1, states="lean"),
     Run(recipe="bf16"), Run(1, recipe="bf16"),
     Run(recipe="tensorwise_current"), Run(1, recipe="tensorwise_current"),
@@ -155,8 +158,57 @@ class TestTwoRanks:
             assert two[run][0]["norms"][0] == pytest.approx(want["norms"][0], rel=2e-2), run
 
 
-def owners(rank: int, size: int, runs: list[Run], folder: str) -> list[dict[str, Any]]:
-    return on_ranks(rank, size, runs, folder)
+class TowerLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Weight(384, 128, recipe=Recipe.block())
+
+    def forward(self) -> Tensor:
+        return self.weight.data.clone()
+
+
+class Tower(nn.Module):
+    """Layers that may run in any order; gives the bits that each has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TowerLayer() for _ in range(6))
+
+    def forward(self, order: list[int]) -> list[int]:
+        return [bits(self.layers[i]()) for i in order]
+
+
+def random_orders(rank: int, size: int) -> tuple[list[int], bool]:
+    """Steps at which a layer has read other bits than an unsharded optimizer makes; and whether anything was still under way."""
+    mesh, wrong, under_way = build_mesh(), [], False
+    towers, draw = (Tower(), Tower()), torch.Generator().manual_seed(rank)
+    lazy = ShardedAdamW(weights(towers[0]), mesh, bucket_bytes=384 * 128 * 4)
+    lazy.shards.overlap(towers[0])
+    plain = AdamW(weights(towers[1]))
+    reducer = make_reducer(weights(towers[0]), mesh, lazy, zero=1)
+    for name, weight in weights(towers[0]):
+        value = torch.randn(weight.data.shape, generator=torch.Generator().manual_seed(len(name)))
+        lazy.set_master(name, value)
+        plain.set_master(name, value)
+    for step in range(8):
+        order = torch.randperm(6, generator=draw).tolist()[: 6 - step % 2]  # now and then a layer does not run at all
+        under_way |= any(g._pending is not None for g in lazy.shards.groups)
+        if towers[0](order) != towers[1](order):
+            wrong.append(step)
+        for place, (one, two) in enumerate(zip(towers[0].layers, towers[1].layers, strict=True)):
+            grad = torch.randn(384, 128, generator=torch.Generator().manual_seed(100 * step + place))
+            one.weight.add_grad(grad * rank)  # of rank 0 nothing
+            two.weight.add_grad(grad)
+        reducer.finish()
+        for optimizer in (lazy, plain):
+            optimizer.step(0.1)
+    return wrong, under_way
+
+
+@pytest.mark.distributed
+def test_26_layers_in_random_order_read_this_steps_weights() -> None:
+    """The gather runs under forward; each rank runs its layers in an order of its own."""
+    assert run_ranks(2, random_orders) == [([], True), ([], True)]
 
 
 @pytest.mark.distributed
@@ -220,7 +272,7 @@ class TestCuts:
 
 def test_one_process_is_adamw() -> None:
     weight, other = Weight(256, 128, recipe=Recipe.block()), Weight(256, 128, recipe=Recipe.block())
-    plain, sharded = AdamW([("w", weight)]), make_optimizer([("w", other)], Mesh.solo(), 1, "rows")
+    plain, sharded = AdamW([("w", weight)]), ShardedAdamW([("w", other)], Mesh.solo())
     reducer = make_reducer([("w", other)], Mesh.solo(), sharded, zero=1)
     value, grad = torch.randn(256, 128), torch.randn(256, 128)
     for optimizer, w in ((plain, weight), (sharded, other)):
