@@ -158,6 +158,28 @@ class TestTwoRanks:
             assert two[run][0]["norms"][0] == pytest.approx(want["norms"][0], rel=2e-2), run
 
 
+WIRES_AND_STAGES = [("fp32", 1), ("fp32", 2), ("bf16", 1), ("fp8", 0), ("fp8", 1), ("fp8", 2), ("fp8_lm", 0), ("fp8_lm", 1)]
+# Largest relative difference of (loss after a step, first norm) from FP32 sums of unsharded states: order of FP32 sums; roundings
+BOUNDS = {"fp32": (1e-3, 1e-6), "bf16": (5e-3, 1e-3), "fp8": (1e-2, 1e-2), "fp8_lm": (1e-2, 2e-2)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2), (1, 4)])
+def test_wires_and_stages_agree_under_layouts(tp: int, ep: int, tmp_path: Path) -> None:
+    """Four ranks; replicas hold the same bits under each."""
+    runs = [Run(tp=tp, ep=ep)] + [Run(zero, wire, tp=tp, ep=ep, parts=1) for wire, zero in WIRES_AND_STAGES]
+    by_rank = run_ranks(4, on_ranks, runs, str(tmp_path), timeout=280.0)
+    want = by_rank[0][0]
+    for i, run in enumerate(runs):
+        held: dict[Any, int] = {}
+        for seen in by_rank:
+            loss, norm = BOUNDS[run.wire]
+            assert seen[i]["losses"] == pytest.approx(want["losses"], rel=loss), run
+            assert seen[i]["norms"][0] == pytest.approx(want["norms"][0], rel=norm), run
+            for key, digest in seen[i]["weights"].items():
+                assert held.setdefault(key, digest) == digest, (run, key)
+
+
 class TowerLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
