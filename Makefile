@@ -10,6 +10,9 @@ ARGS   ?=
 VENV   := .venv
 TRITON := triton==3.9.0
 
+# On a busy machine idle OpenMP threads must sleep, not spin: with two of two cores taken by others, spinning made a step 30 times slower.
+export OMP_WAIT_POLICY ?= passive
+
 ifneq ($(origin PY), command line)
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.installed
