@@ -51,7 +51,9 @@ def quantize_tiles(x_F: Tensor, word_F: Tensor | None = None) -> Quantized:
     x_T = x_F.view(-1, BLOCK).float()
     x_T = x_T + (x_T - x_T)  # inf - inf is NaN
     if word_F is None:
-        return quantize(x_T, TILES)
+        wide = 16 if len(x_T) % 16 == 0 else 1  # tiles in a row: a CUDA grid has no room for 4M rows
+        q = quantize(x_T.view(-1, wide * BLOCK), TILES)
+        return Quantized(q.data.view(-1, BLOCK), q.scale_inv.reshape(-1, 1), TILES.tile)
     parts = CODECS["exp_avg"]["fp8"].encode(x_T, word_F.view(-1, BLOCK))
     return Quantized(parts["data"], column_major(pow2(parts["scale"].long() - 127)), TILES.tile)
 
