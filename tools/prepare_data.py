@@ -42,6 +42,11 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
             f"{packed_path(config.dir, split)}: {info.num_documents:,} documents, {info.num_tokens:,} tokens, "
             f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
         )
+        if not info.num_documents:
+            print(
+                f"warning: no document fell to {split}, and training will refuse it: a document's name decides; give more files, "
+                "name validation files in data.validation_paths, or change data.validation_fraction"
+            )
     if all(info.num_tokens for info in infos.values()):
         print(f"unigram entropy of the validation text: {unigram_nats(config, infos):.3f} nats/token, which a model must beat")
     return infos

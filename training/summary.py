@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from glob import glob
+from pathlib import Path
+
 from fp8.optimizer import ROLES, States
 from fp8.recipe import FORMATS, recipe_named
 from fp8.state_codecs import CODECS, codec_bytes
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
+from training.packing import SPLITS, packed_path
 from training.states import gradient_format, optimizer_states
 
 
@@ -44,4 +48,19 @@ def describe(config: Config, world_size: int) -> str:
         "bytes/parameter   " + " + ".join(f"{value:g} {name}" for name, value in held.items())
         + f" = {sum(held.values()):g}; {stored * sum(held.values()) / 1e9:,.1f} GB over all ranks",
     ]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join(lines + [f"not there yet     {what}" for what in missing_files(config)])
+
+
+def missing_files(config: Config) -> list[str]:
+    """Files that a run would look for and not find, each with what makes it."""
+    data, found = config.data, []
+    if not Path(data.tokenizer).exists():
+        found.append(f"{data.tokenizer}: python -m tools.train_tokenizer --config ... (or set data.tokenizer)")
+    for split in SPLITS:
+        if not Path(packed_path(data.dir, split)).exists():
+            found.append(f"{packed_path(data.dir, split)}: python -m tools.prepare_data --config ...")
+    found += [f"{pattern}: no file matches (data.paths)" for pattern in data.paths if not glob(str(pattern), recursive=True)]
+    start = config.checkpoint.init_from
+    if start and not Path(start).exists():
+        found.append(f"{start} (checkpoint.init_from)")
+    return found

@@ -166,7 +166,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str) -> Tokenize
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2].partition(" Increase vocab_size")[0].strip()
         if "sentences_.empty()" in str(error):
-            reason = "there is no text to train on"
+            reason = (
+                "no training text: a document belongs to training or to validation by its name, and none fell to training; "
+                "give more files, or name validation files in data.validation_paths"
+            )
         raise UserError(f"cannot train a tokenizer of data.vocab_size={vocab_size} tokens: {reason}") from error
     write_whole(out, model.getvalue())
     return SentencePieceTokenizer(out)

@@ -133,8 +133,8 @@ def test_a_model_may_have_more_rows_than_tokens_but_not_fewer(tokenizer):
 @pytest.mark.parametrize(("texts", "vocab_size", "message"), [
     (["few words"], 100_000, "vocab_size=100000"),
     (CORPUS, 100, "vocab_size=100"),
-    ([], 512, "no text"),
-    (["", "\n\n"], 512, "no text"),
+    ([], 512, "no training text"),
+    (["", "\n\n"], 512, "no training text"),
 ])  # fmt: skip
 def test_training_refuses(texts, vocab_size, message, folder):
     with pytest.raises(UserError, match=message):
