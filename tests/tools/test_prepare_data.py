@@ -1,15 +1,18 @@
 """The two tools that `make train` runs before training, as a user calls them."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.training.corpora import write
 from tools import prepare_data, train_tokenizer
+from training.corpus import DataConfig
 from training.data import PackedDataset
 from training.errors import exit_status
 from training.packing import packed_path, read_info
 from training.tokenizer import load_tokenizer
+from training.tokenizer import train_tokenizer as train
 
 
 @pytest.fixture
@@ -118,3 +121,14 @@ def test_bugs_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
         exit_status(broken)
     assert exit_status(lambda: None) == 0
+
+
+def test_split_without_a_document_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file is one document: it falls whole into training or into validation, and training would refuse the other's absence."""
+    (tmp_path / "only.txt").write_text("a short text\n" * 40)
+    tokenizer = train(["a short text\n" * 40], 280, tmp_path / "t.model")
+    files = dict(paths=(str(tmp_path / "only.txt"),), tokenizer=str(tokenizer.path), dir=str(tmp_path / "data"))
+    config = DataConfig(source="text", **files)
+    prepare_data.prepare(config, 512)
+    out = capsys.readouterr().out
+    assert out.count("warning: no document fell to") == 1 and "data.validation_paths" in out
