@@ -58,11 +58,8 @@ def test_routing_matches_exactly(model: Transformer, golden: dict[str, torch.Ten
     model.eval().mtp_logits(tokens, labels_of(tokens))
     assert len(seen) == 3
     for key, routing in seen.items():
-        ours, order = routing.ids_Tk.sort(dim=-1)
-        theirs, their_order = golden[f"{key}.ids"].sort(dim=-1)
-        assert torch.equal(ours, theirs), key
-        weights_ = golden[f"{key}.weights"].gather(1, their_order)
-        torch.testing.assert_close(routing.weights_Tk.gather(1, order), weights_, rtol=1e-5, atol=1e-6)
+        assert torch.equal(routing.ids_Tk, golden[f"{key}.ids"]), key
+        torch.testing.assert_close(routing.weights_Tk, golden[f"{key}.weights"], rtol=1e-5, atol=1e-6)
 
 
 def test_losses_and_every_gradient_match(model: Transformer, golden: dict[str, torch.Tensor]) -> None:
@@ -77,7 +74,7 @@ def test_losses_and_every_gradient_match(model: Transformer, golden: dict[str, t
     for part in parts(model.config):
         grad, want = named[part.name].main_grad[part.index], expected[part.hf_name]
         assert abs(grad.norm() - want["norm"]) <= 1e-4 * want["norm"], part.hf_name
-        # A sum may cancel: its error is measured against the norm of what is summed.
-        assert abs(grad.double().sum() - want["sum"]) <= 1e-4 * max(abs(want["sum"]), want["norm"]), part.hf_name
+        # lm_head's sum is zero but for rounding (softmax gradients cancel): fp32's own share of the norm is allowed beside 1e-4.
+        assert abs(grad.double().sum() - want["sum"]) <= 1e-4 * abs(want["sum"]) + 1e-6 * want["norm"], part.hf_name
         checked += 1
     assert checked == len(expected)
