@@ -11,8 +11,11 @@ saving (docs/reliability.md).
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack, closing
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: idle OpenMP threads sleep instead of spinning
 
 import torch
 
@@ -26,6 +29,7 @@ from parallel.sharded_optimizer import make_optimizer
 from training.checkpoint import Checkpointer
 from training.command_line import command_line
 from training.config import Config
+from training.continuation import finished
 from training.data import Loader, PackedDataset
 from training.errors import STOPPED
 from training.evaluate import evaluate
@@ -86,6 +90,9 @@ def run_in(stack: ExitStack, config: Config) -> int:
     state = checkpointer.restore(metrics.warn)
     if state is None:
         set_starting_values(config, model, optimizer, mesh, *identity, metrics.warn)
+    elif (nothing_left := finished(config, state, mesh.world, metrics.warn)) is not None:
+        metrics.say(nothing_left)
+        return 0
     done, consumed, wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
     loader = Loader(
         train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,

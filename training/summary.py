@@ -8,6 +8,7 @@ from pathlib import Path
 from fp8.optimizer import ROLES, States
 from fp8.recipe import FORMATS, recipe_named
 from fp8.state_codecs import CODECS, codec_bytes
+from model.config import ModelConfig
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
 from training.packing import SPLITS, packed_path
@@ -48,6 +49,9 @@ def describe(config: Config, world_size: int) -> str:
         "bytes/parameter   " + " + ".join(f"{value:g} {name}" for name, value in held.items())
         + f" = {sum(held.values()):g}; {stored * sum(held.values()) / 1e9:,.1f} GB over all ranks",
     ]  # fmt: skip
+    if config.model == ModelConfig():
+        size = f"{counts['total']:,} parameters"
+        lines.append(f"note              no model.* key is set, so this is Ling-mini-2.0, the default ({size})")
     return "\n".join(lines + [f"not there yet     {what}" for what in missing_files(config)])
 
 

@@ -24,7 +24,7 @@ from fp8.weight import weights
 from model.router import routers
 from model.transformer import Transformer
 from parallel.mesh import Mesh, build_mesh
-from tests.helpers import run_ranks, run_train
+from tests.helpers import ROOT, run_ranks, run_train
 from tests.model import tiny
 from training.config import Config, load_config
 from training.data import IGNORED, Batch, PackedDataset, make_batch
@@ -160,13 +160,34 @@ def test_one_rank_to_two(base: Path, tmp_path: Path) -> None:
         assert tiny.relative_error(ours[name], theirs[name]) < 1e-4, name
 
 
-def test_resume_of_a_finished_run_trains_nothing(base: Path, straight: dict[str, Any], capsys: pytest.CaptureFixture) -> None:
+def test_a_finished_run_says_so_and_is_left_as_it_is(base: Path, straight: dict[str, Any], capsys: pytest.CaptureFixture) -> None:
+    """Not with another recipe either: its config.yaml would tell of a run that never was."""
     run_dir = straight["dir"]
-    before = (run_dir / "checkpoints/step_00000006/state.json").read_bytes()
-    assert train.run(config_of(base, run_dir)) == 0
-    assert (run_dir / "checkpoints/step_00000006/state.json").read_bytes() == before
-    assert "validation" in capsys.readouterr().out
-    assert losses(run_dir) == straight["losses"]
+    before = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
+    assert train.run(config_of(base, run_dir, "log.project=other", "train.micro_batch=4")) == 0
+    assert f"{run_dir} is finished: all 6 steps are done; nothing was trained" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is finished.* other settings: fp8.recipe is block there and bf16 here"):
+        train.run(config_of(base, run_dir, "fp8.recipe=bf16"))
+    with pytest.raises(UserError, match="has done 6 steps, more than train.steps=4, with other settings: optim.lr is 0.003"):
+        train.run(config_of(base, run_dir, "train.steps=4", "optim.lr=1"))
+    assert {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()} == before
+
+
+def test_a_finished_run_that_was_killed_before_its_validation_has_it_made_up(base: Path, tmp_path: Path) -> None:
+    short = ("train.steps=2", "optim.warmup_steps=1", "optim.decay_steps=1")
+    train.run(config_of(base, tmp_path, *short, "eval.samples=0"))
+    assert not [r for r in read_metrics(tmp_path / "metrics.jsonl") if "val/loss" in r]
+    train.run(config_of(base, tmp_path, *short))
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl") if "val/loss" in r] == [2]
+
+
+def test_changed_settings_are_said_when_a_run_goes_on(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    short = ("optim.warmup_steps=1", "optim.decay_steps=1", "eval.samples=0")
+    train.run(config_of(base, tmp_path, *short, "train.steps=2"))
+    capsys.readouterr()
+    train.run(config_of(base, tmp_path, *short, "train.steps=4", "optim.lr=1e-3", "train.global_batch=2", "fp8.activations=2"))
+    said = [line for line in capsys.readouterr().err.splitlines() if "settings change" in line]
+    assert said == ["warning: settings change with this resume: train.global_batch from 4 to 2; optim.lr from 0.003 to 0.001"]
 
 
 def test_sigterm_saves_and_stops(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,6 +475,23 @@ def test_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert part in out, part
 
 
+def test_a_config_without_a_model_is_told_to_be_ling_mini(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert call_main(monkeypatch, "--config", str(tmp_path / "empty.yaml"), "--dry-run") == 0
+    note = "note              no model.* key is set, so this is Ling-mini-2.0, the default (16,255,638,528 parameters)"
+    assert note in capsys.readouterr().out
+    assert call_main(monkeypatch, "--config", "configs/tiny.yaml", "--dry-run") == 0
+    assert "the default" not in capsys.readouterr().out
+
+
+def test_idle_openmp_threads_sleep_before_torch_starts_them() -> None:
+    """OpenMP reads the policy when torch loads it: a second later it changes nothing."""
+    source = (ROOT / "train.py").read_text(encoding="utf-8")
+    assert source.index('setdefault("OMP_WAIT_POLICY", "passive")') < source.index("\nimport torch")
+
+
 def test_mistakes_are_one_message_without_traceback(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -513,4 +551,5 @@ def test_experts_without_memory_end_the_run_with_a_message(
     monkeypatch.setattr("model.experts.grouped_gemm_nt", fail)
     assert train.main(["--config", str(base / "run.yaml"), f"run.dir={tmp_path}", "train.steps=1"]) == 2
     shown = capsys.readouterr().err
-    assert "error: layers.1.block.experts, 4 experts of ep rank 0: out of memory: 640 rows need" in shown and "Traceback" not in shown
+    assert "error: layers.1.block.experts, 4 experts of ep rank 0: out of memory: 640 rows need" in shown
+    assert "Traceback" not in shown
