@@ -222,19 +222,28 @@ class Weight(nn.Module):
         """Takes new high-precision values [..., F, D]: the one place where a weight is quantised."""
         assert value.shape == self.data.shape, f"{tuple(value.shape)} into {tuple(self.data.shape)}"
         if self.recipe.adaptive:
-            self._adopt(value)
+            self.adopt(value)
         static = self.spec.scaling == "static"
         q = quantize(value, self.spec, unit_scale_inv(value.new_tensor(self.init_std)) if static else None)
         self.data.copy_(q.data)
         if self.scale_inv is not None:
             self.scale_inv.copy_(q.scale_inv)
 
-    def _adopt(self, value: Tensor) -> None:
+    def adopt(self, value: Tensor) -> None:
         """Turns `choice` into formats, and keeps the sample that the next choice is measured on."""
-        chosen = [CANDIDATES[i] for i in self.choice[:3].tolist()]
-        recipe = Recipe.auto(*chosen)
-        if recipe != self.recipe:
+        self.adopt_choice()
+        self.keep_sample(value)
+
+    def adopt_choice(self) -> bool:
+        """Takes the formats that `choice` names; whether they are others than before. Values are to be set anew then."""
+        recipe = Recipe.auto(*(CANDIDATES[i] for i in self.choice[:3].tolist()))
+        changes = recipe != self.recipe
+        if changes:
             self.use(recipe)
+        return changes
+
+    def keep_sample(self, value: Tensor) -> None:
+        """Keeps some rows of `value` (of the first matrix of a stack), and that matrix's largest magnitude."""
         matrix = value if value.dim() == 2 else value.flatten(0, -3)[0]
         self.sample = matrix[:SAMPLE_ROWS].to(self.data.device, torch.bfloat16, copy=True)
         self.sample_amax = matrix.abs().amax()
@@ -249,7 +258,7 @@ class Weight(nn.Module):
         if self.main_grad is None:
             self.main_grad = torch.empty(self.data.shape, dtype=self.grad_dtype, device=self.data.device)
         with torch.no_grad():
-            if self._written and self.main_grad.dtype == torch.bfloat16 and self.gradient_draw is not None:
+            if self._written and self.adds_by_chance:
                 use = torch.empty_like(self.main_grad)
                 write(use, False)
                 add_stochastic_(self, use, self.gradient_draw(self._uses))
@@ -259,6 +268,11 @@ class Weight(nn.Module):
         self._uses += 1
         if self._uses % self.num_uses == 0 and self.last_microbatch and self.on_grad_ready is not None:
             self.on_grad_ready(self)
+
+    @property
+    def adds_by_chance(self) -> bool:
+        """Whether uses after a step's first are added with stochastic rounding, by bits that the host draws anew each time."""
+        return self.grad_dtype == torch.bfloat16 and self.gradient_draw is not None
 
     def note_replayed_uses(self) -> None:
         """Bookkeeping of one micro-batch's uses that a CUDA graph has made: the gradient is written, nobody was called."""
