@@ -1,7 +1,8 @@
 """What travels between ranks, and what it costs: `python -m tools.bench comm --model` on one GPU, or under torchrun on real wires.
 
 With --model, one process stands for each rank of an ep (and tp) axis: the bytes and the time of casts, packing and unpacking are
-measured; the time on the wire is computed, bytes over bandwidth, and labelled so. Under torchrun each leg is measured whole.
+measured; the time on the wire is computed, bytes over bandwidth, and labelled so. Under torchrun each leg is measured whole
+(bench_wire.py).
 
 Shapes: T tokens a rank, D features, E experts, k experts a token, n ranks, M rows sent by a rank.
 """
@@ -24,9 +25,10 @@ from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.route import select_experts
-from parallel.dispatch import combine_rows, dispatch, dispatch_rows, send_order, start_plan
-from parallel.mesh import Axis, build_mesh, close_mesh
+from parallel.dispatch import send_order
+from parallel.mesh import build_mesh, close_mesh
 from parallel.payload import RowFormat, pack, unpack
+from tools import bench_wire
 from tools.bench_kernels import Timer
 
 # bytes per second and direction of one rank: NVLink as NCCL's all-to-all of 256 MB uses it on H200, and two network cards
@@ -41,7 +43,6 @@ class Leg:
     Attributes:
         cast: quantise and dequantise. pack: gather, pack, unpack and put in place, or sum.
         nbytes: sent by a rank to others, with scales and padding.
-        measured: of the whole leg on the real wire; 0 where computed.
     """
 
     leg: str
@@ -51,7 +52,6 @@ class Leg:
     nbytes: int
     cast: float = 0.0
     pack: float = 0.0
-    measured: float = 0.0
 
     def total(self, bandwidth: float) -> float:
         return self.cast + self.pack + 1e6 * self.nbytes / bandwidth
@@ -149,47 +149,17 @@ def model_tp(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: 
     ]
 
 
-def measured_legs(args: argparse.Namespace, timer: Timer, tokens: int, axis: Axis, device: torch.device) -> list[Leg]:
-    """Each leg through the real functions of parallel/dispatch.py; every rank calls it."""
-    ids = choose(args, tokens, device)
-    weights = torch.rand(tokens, args.topk, device=device)
-    x = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
-    legs = []
-    for fmt in ("bf16", "fp8"):
-        make = (lambda: quantize(x, ROW)) if fmt == "fp8" else (lambda: Quantized.unscaled(x))
-        rows, _, plan = dispatch(make(), weights, start_plan(ids, args.experts, axis))
-        y_RD = torch.zeros(rows.shape, device=device, dtype=torch.bfloat16)
-        calls = {
-            "dispatch x": lambda make=make: dispatch(make(), weights, start_plan(ids, args.experts, axis)),
-            "dispatch dY": lambda make=make, plan=plan: dispatch_rows(make(), plan),
-        }
-        if fmt == "bf16":
-            calls["combine y"] = lambda y_RD=y_RD, plan=plan: combine_rows(y_RD, plan)
-        for leg, call in calls.items():
-            axis.traffic.reset()
-            call()
-            nbytes = sum(axis.traffic.sent.values())
-            legs.append(Leg(leg, tokens, axis.size, fmt, nbytes, measured=timer({leg: call})[leg]))
-    return legs
-
-
-def show(legs: list[Leg], computed: bool) -> None:
+def show(legs: list[Leg]) -> None:
     """A table; FP8 rows end with FP8 over BF16."""
     title = f"{'leg':18} {'tokens':>7} {'ranks':>5} {'':5} {'MB sent':>8} {'/bf16':>6}"
-    if computed:
-        heads = "".join(f" {name:>16} {'/bf16':>6}" for name in WIRES)
-        print(f"{title} {'cast us':>8} {'pack us':>8} |{heads}   (us; wire computed, the rest measured)")
-    else:
-        print(f"{title} {'us':>9} {'/bf16':>6}   (measured)")
+    heads = "".join(f" {name:>16} {'/bf16':>6}" for name in WIRES)
+    print(f"{title} {'cast us':>8} {'pack us':>8} |{heads}   (us; wire computed, the rest measured)")
     base = {(x.leg, x.tokens, x.ranks): x for x in legs if x.fmt == "bf16"}
     for x in legs:
         b = base[x.leg, x.tokens, x.ranks]
         line = f"{x.leg:18} {x.tokens:7} {x.ranks:5} {x.fmt:5} {x.nbytes / 1e6:8.1f} {x.nbytes / max(b.nbytes, 1):6.3f}"
-        if computed:
-            line += f" {x.cast:8.1f} {x.pack:8.1f} |"
-            line += "".join(f" {x.total(w):16.1f} {x.total(w) / max(b.total(w), 1e-9):6.2f}" for w in WIRES.values())
-        else:
-            line += f" {x.measured:9.1f} {x.measured / b.measured:6.2f}"
+        line += f" {x.cast:8.1f} {x.pack:8.1f} |"
+        line += "".join(f" {x.total(w):16.1f} {x.total(w) / max(b.total(w), 1e-9):6.2f}" for w in WIRES.values())
         print(line)
 
 
@@ -197,6 +167,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="tools.bench comm", description=__doc__)
     parser.add_argument("--model", action="store_true", help="one GPU: wire times computed from bandwidths")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--params", type=int, nargs="+", default=[1 << 24, 1 << 28], help="gradients and weights, under torchrun")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="ep sizes, with --model")
     parser.add_argument("--tp", type=int, nargs="+", default=[2], help="tp sizes, with --model")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -208,30 +179,38 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", help="also write the rows to this JSON file")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    legs: list[Leg] = []
-    if args.model:
-        cuda = torch.cuda.is_available()
-        device, timer = torch.device("cuda" if cuda else "cpu"), Timer(args.rounds) if cuda else None
-        if not cuda:
-            print("no GPU: bytes only, casts and packing count as zero")
-        for tokens in args.tokens:
-            for ranks in args.ranks:
-                legs += model_dispatch(args, timer, tokens, ranks, device)
-            for ranks in args.tp:
-                legs += model_tp(args, timer, tokens, ranks, device)
-        show(legs, computed=True)
-    else:
+    legs = on_one(args) if args.model else on_all(args)
+    if args.out and int(os.environ.get("RANK", "0")) == 0:
+        Path(args.out).write_text(json.dumps([asdict(x) for x in legs], indent=1))
+
+
+def on_one(args: argparse.Namespace) -> list[Leg]:
+    """One process stands for all ranks."""
+    cuda, legs = torch.cuda.is_available(), []
+    device, timer = torch.device("cuda" if cuda else "cpu"), Timer(args.rounds) if cuda else None
+    if not cuda:
+        print("no GPU: bytes only, casts and packing count as zero")
+    for tokens in args.tokens:
+        for ranks in args.ranks:
+            legs += model_dispatch(args, timer, tokens, ranks, device)
+        for ranks in args.tp:
+            legs += model_tp(args, timer, tokens, ranks, device)
+    show(legs)
+    return legs
+
+
+def on_all(args: argparse.Namespace) -> list[bench_wire.Measured]:
+    """Every rank of torchrun's measures; the first prints."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        mesh = build_mesh(1, world, device)
-        for tokens in args.tokens:
-            legs += measured_legs(args, Timer(args.rounds), tokens, mesh.ep, device)
-        if mesh.world.rank == 0:
-            show(legs, computed=False)
-        close_mesh()
-    if args.out:
-        Path(args.out).write_text(json.dumps([asdict(x) for x in legs], indent=1))
+    mesh = build_mesh(1, int(os.environ.get("WORLD_SIZE", "1")), device)
+    legs = bench_wire.measure(args, mesh, device)
+    if mesh.world.rank == 0:
+        bench_wire.show(legs)
+    close_mesh()
+    return legs
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""Whole optimizer steps on one GPU by phase, FP8 against BF16 one after the other: `python -m tools.bench step`.
+"""Whole optimizer steps by phase, FP8 against BF16 one after the other: `python -m tools.bench step`, on one GPU or under torchrun.
 
 The model is a config file's (`--config configs/small.yaml`) or Ling-mini cut to `--layers` MoE layers; random tokens as skewed as
-text, FP32 master weights and moments, clipping. Each recipe runs `--steps` steps after warm-up; medians by CUDA events.
+text, clipping. Each recipe runs `--steps` steps after warm-up; medians by CUDA events, of the ranks the slowest's.
+
+Under torchrun each of `--layouts` runs in turn: `solo` (every GPU for itself, what one GPU does), or keys of the configuration's
+`parallel` section: `ep=2`, `ep=1,zero=1,grad_wire=fp8`. The batch of a rank is the same in all. Then two more steps are timed
+collective by collective: what compute has not hidden.
 """
 
 from __future__ import annotations
@@ -9,93 +13,185 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fp8.optimizer import AdamW, grad_norm_squared
+from fp8.optimizer import states_named
 from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.config import ModelConfig
 from model.counts import flops_per_token
-from model.loss import count_valid
+from model.loss import NumValid, count_valid
 from model.transformer import Transformer, initial_values
-from parallel.mesh import Mesh
+from parallel.collectives import all_reduce
+from parallel.grad_auto_scale import attach_auto_scale
+from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
+from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tools.bench_layer import print_kernels, profile
+from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
 
 GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PHASES = ("forward", "backward", "clip", "optimizer")
+PHASES = ("forward", "backward", "clip", "optimizer")  # "clip": until gradients are summed and their norm is known
+ADAMW = (0.9, 0.95, 1e-8, 0.1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every layout does: the model, and one rank's batch.
+
+    Attributes:
+        parts: micro-batches of `batch` sequences in a step.
+        grad: format of the gradients of matrices. states: of the optimizer.
+    """
+
+    config: ModelConfig
+    stage: int
+    batch: int
+    seq: int
+    parts: int
+    grad: str
+    states: str
+    graph: bool
 
 
 class Stepper:
-    """A model, its optimizer, and one batch of random tokens."""
+    """A model, its optimizer, and one micro-batch of random tokens."""
 
-    def __init__(
-        self, config: ModelConfig, recipe: Recipe, stage: int, batch: int, seq_len: int, graph: bool, grad_dtype: torch.dtype
-    ) -> None:
-        with torch.device("cuda"):
-            self.model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
+    def __init__(self, work: Work, recipe: Recipe, mesh: Mesh, parallel: ParallelConfig, device: torch.device) -> None:
+        self.mesh, self.device, self.parts = mesh, device, work.parts
+        with torch.device(device):
+            self.model = Transformer(work.config, recipe, mesh, torch.bfloat16, work.stage)
         for _, weight in weights(self.model):
             if weight.data.dtype != torch.float32:  # norms and router keep FP32 gradients
-                weight.grad_dtype = grad_dtype
-        self.optimizer = AdamW(weights(self.model))
+                weight.grad_dtype = GRADS[work.grad]
+        attach_auto_scale(self.model, mesh, parallel.grad_wire)
+        sharding = parallel.zero, parallel.zero_partition, parallel.overlap_gather
+        self.optimizer = make_optimizer(self.model, mesh, *sharding, *ADAMW, states_named(work.states))
         for name, _, value in initial_values(self.model, seed=0):
             self.optimizer.set_master(name, value)
-        skewed = torch.rand(batch, seq_len + 1, device="cuda") ** 3  # the commonest token is about 2% of all, as in text
-        data = (skewed * config.vocab_size).long()
+        named, mu = list(weights(self.model)), getattr(self.model, "grad_scale", None)
+        self.weights = [weight for _, weight in named]
+        self.reducer = make_reducer(named, mesh, self.optimizer, parallel.grad_wire, zero=parallel.zero, auto=mu)
+        generator = torch.Generator(device).manual_seed(mesh.dp.rank)
+        skewed = torch.rand(work.batch, work.seq + 1, device=device, generator=generator) ** 3  # as uneven as text
+        data = (skewed * work.config.vocab_size).long()
         self.tokens, self.labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
-        self.num_valid = count_valid(self.tokens, self.labels)
-        self.graphed = GraphedMicroBatch(self.model, Mesh.solo()) if graph else None
+        own = count_valid(self.tokens, self.labels)
+        total = work.parts * torch.stack([own.ce, own.mtp, own.tokens])
+        self.num_valid = NumValid(*all_reduce(total, mesh.dp, "counts"))
+        self.graphed = GraphedMicroBatch(self.model, mesh) if work.graph else None
 
-    def __call__(self) -> tuple[Tensor, list[torch.cuda.Event]]:
-        """One step without host synchronisation: (loss, the events between its phases)."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 1)]
-        events[0].record()
-        if self.graphed is not None:
-            losses = self.graphed(self.tokens, self.labels, self.num_valid)
-            events[1].record()
-        else:
+    def __call__(self) -> tuple[Tensor, list[torch.cuda.Event | float]]:
+        """One step without a host synchronisation of its own: (loss of the last micro-batch, the times between its phases)."""
+        forward, times = [], [self._now()]
+        for part in range(self.parts):
+            for weight in self.weights:
+                weight.last_microbatch = part == self.parts - 1
+            if self.graphed is not None:
+                losses = self.graphed(self.tokens, self.labels, self.num_valid)
+                forward.append((times[0], self._now()))
+                continue
+            begin = self._now()
             losses = self.model(self.tokens, self.labels, self.num_valid)
-            events[1].record()
+            forward.append((begin, self._now()))
             losses.total.backward()
-        events[2].record()
-        norm = grad_norm_squared(weights(self.model)).sqrt()
+            if self.reducer.each_microbatch and part < self.parts - 1:
+                self.reducer.finish(last=False)
+        times.append(self._now())
+        self.reducer.finish()
+        norm = self.reducer.norm()
         scale = (1.0 / norm).clamp(max=1.0)
-        events[3].record()
+        times.append(self._now())
         self.optimizer.step(1e-4, scale)
-        events[4].record()
-        return losses.total.detach(), events
+        self.optimizer.settle()
+        times.append(self._now())
+        return losses.total.detach() * (self.parts * self.mesh.dp.size), [forward, *times]
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def measure(stepper: Stepper, steps: int) -> dict[str, float]:
-    """Median ms of each phase and of the step, and the losses' ends."""
-    losses, rows = [], []
-    for i in range(steps + 4):
-        loss, events = stepper()
+def between(a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
+    """Milliseconds."""
+    return 1e3 * (b - a) if isinstance(a, float) else a.elapsed_time(b)
+
+
+def split(times: list) -> list[float]:
+    """Milliseconds by phase."""
+    forward, start, ready, reduced, end = times
+    ahead = sum(between(a, b) for a, b in forward)
+    return [ahead, between(start, ready) - ahead, between(ready, reduced), between(reduced, end)]
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def measure(stepper: Stepper, steps: int) -> dict[str, object]:
+    """Median ms of each phase and of the step (the slowest rank's), the losses' ends, and what communication was exposed."""
+    losses, rows, mesh = [], [], stepper.mesh
+    for i in range(steps + 4):
+        loss, times = stepper()
+        wait(stepper.device)
         losses.append(loss.item())
         if i >= 4:  # two eager steps and a capture with --graph
-            rows.append([a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)])
-    result = {phase: statistics.median(column) for phase, column in zip(PHASES, zip(*rows, strict=True), strict=True)}
-    result["ms"] = statistics.median(sum(row) for row in rows)
-    return result | {"first_loss": losses[0], "last_loss": losses[-1]}
+            rows.append(split(times))
+    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+    medians.append(statistics.median(sum(row) for row in rows))
+    slowest = all_reduce(torch.tensor(medians), mesh.world, "bench", "max").tolist()
+    result: dict[str, object] = dict(zip((*PHASES, "ms"), slowest, strict=True))
+    result |= {"first_loss": losses[0], "last_loss": losses[-1]}
+    if mesh.world.size > 1:
+        mesh.traffic.reset()
+        mesh.traffic.timed = True
+        for _ in range(2):
+            stepper()
+        wait(stepper.device)
+        result["sent_mb"] = {kind: n / 2e6 for kind, n in sorted(mesh.traffic.by_kind().items())}
+        result["exposed_ms"] = {kind: s * 500 for kind, s in sorted(mesh.traffic.seconds().items())}
+        mesh.traffic.timed = False
+    return result
+
+
+def layout_named(text: str, device: torch.device) -> tuple[Mesh, ParallelConfig]:
+    """`solo`, or keys of the `parallel` section: `ep=2,zero=1`."""
+    if text == "solo":
+        return Mesh.solo(), ParallelConfig()
+    given = dict(part.split("=") for part in text.split(","))
+    kinds = {name: type(getattr(ParallelConfig(), name)) for name in given}
+    as_bool = {"true": True, "false": False}
+    values = {name: as_bool[value] if kinds[name] is bool else kinds[name](value) for name, value in given.items()}
+    p = ParallelConfig(**values)
+    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire])
+    return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tools.bench step", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, help="a config file; its model is taken, nothing else")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--parts", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
-    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph")
+    parser.add_argument("--states", default="fp32", help="optim.states")
+    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph (solo)")
     parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
+    parser.add_argument("--layouts", nargs="+", default=["solo"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path)
@@ -106,30 +202,51 @@ def main(argv: list[str] | None = None) -> None:
 
         config = ModelConfig(**yaml.safe_load(args.config.read_text())["model"])
     config = replace(config, loss_chunk=args.chunk)
-    tokens = args.batch * args.seq
-    flops = flops_per_token(config, args.seq) * tokens
+    work = Work(config, args.stage, args.batch, args.seq, args.parts, args.grad, args.states, args.graph)
+    device, speaks = torch.device("cpu"), os.environ.get("RANK", "0") == "0"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if speaks:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
+        print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
     results = []
-    print(f"{torch.cuda.get_device_name()}, {config.num_hidden_layers} layers, {args.batch} x {args.seq} tokens")
-    print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
-    for name in args.recipes:
+    for layout in args.layouts:
+        for name in args.recipes:
+            results.append(run(work, layout, name, device, args, speaks))
+            gc.collect()
+            torch.cuda.empty_cache()
+    close_mesh()
+    if args.out and speaks:
+        args.out.write_text(json.dumps(results, indent=1))
+
+
+def run(work: Work, layout: str, name: str, device: torch.device, args: argparse.Namespace, speaks: bool) -> dict[str, object]:
+    """One layout and recipe: measured, printed by the first rank."""
+    mesh, parallel = layout_named(layout, device)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        stepper = Stepper(config, getattr(Recipe, name)(), args.stage, args.batch, args.seq, args.graph, GRADS[args.grad])
-        row: dict[str, object] = {"recipe": name} | measure(stepper, args.steps)
-        row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    stepper = Stepper(work, getattr(Recipe, name)(), mesh, parallel, device)
+    row: dict[str, object] = {"layout": layout, "recipe": name} | measure(stepper, args.steps)
+    tokens = work.parts * work.batch * work.seq * mesh.dp.size
+    flops = flops_per_token(work.config, work.seq) * tokens / mesh.world.size
+    row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    if speaks:
         print(f"{name:<8}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
         print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['peak_gib']:8.1f}", end="")
-        print(f"   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}")
-        if args.profile:
-            row |= profile(stepper, args.profile, f"step-{name}")
+        print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
+        if "exposed_ms" in row:
+            exposed = " ".join(f"{kind} {ms:.2f}" for kind, ms in row["exposed_ms"].items())
+            sent = " ".join(f"{kind} {mb:.0f}" for kind, mb in row["sent_mb"].items())
+            print(f"         waited for, ms a step: {exposed}; sent by a rank, MB a step: {sent}", flush=True)
+    if args.profile:
+        row |= profile(stepper, args.profile, f"step-{name}")
+        if speaks:
             print(f"    busy {row['busy_ms']:.3f} ms in {row['launches']} launches")
             print_kernels(row, 24)
-        results.append(row)
-        del stepper
-        gc.collect()
-        torch.cuda.empty_cache()
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+    return row
 
 
 if __name__ == "__main__":

@@ -1,0 +1,238 @@
+"""What travels between ranks, measured: `torchrun --nproc-per-node 2 -m tools.bench comm`; on a machine without GPUs over gloo.
+
+Three times for each leg and format, of the slowest rank, medians:
+
+    wire     the collective alone, on bytes that are packed already
+    no casts packing, collective, unpacking to where the bytes are used
+    whole    with quantisation before and dequantisation after, where the leg has them; what a model waits for
+
+"dispatch x" is the forward's first trip and includes the exchange of counts and the host's reading them; "dispatch dY" is the
+backward's, along the same plan; "combine" serves y forward and dX backward.
+
+Shapes: T tokens a rank, D features, E experts, k experts a token, n ranks, F parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8.permute import sum_rows, unpermute_sum
+from fp8.quantize import quantize
+from fp8.quantized import Quantized
+from fp8.recipe import Recipe
+from fp8.route import select_experts
+from fp8.weight import Weight
+from parallel.collectives import all_gather, all_reduce, all_to_all, start_exchange
+from parallel.dispatch import DispatchPlan, combine_rows, dispatch, dispatch_rows, start_plan
+from parallel.grad_auto_scale import AutoScale, SharedScaleBucket
+from parallel.grad_wire import OwnerBucket, even_bounds
+from parallel.mesh import Axis, Mesh
+from parallel.payload import pack
+from parallel.shard import Shards
+
+ROW = Recipe.block().wire
+TILE_BYTES = {"fp32": 512, "bf16": 256, "fp8": 132, "fp8_lm": 128}  # of 128 gradients on the wire
+
+
+@dataclass
+class Measured:
+    """One leg in one format. Times in microseconds; `size` is tokens or parameters; `nbytes` sent by a rank to others."""
+
+    leg: str
+    size: int
+    ranks: int
+    fmt: str
+    nbytes: int
+    wire: float
+    no_casts: float
+    whole: float
+
+
+class WireTimer:
+    """Median microseconds of a call that all ranks make together, and of the ranks the slowest's."""
+
+    def __init__(self, rounds: int, axis: Axis, device: torch.device) -> None:
+        self.rounds, self.axis, self.device = rounds, axis, device
+        self.flush = torch.empty(256 << 20 if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+        self.one = torch.zeros(1, device=device)
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        for _ in range(2):
+            call()
+        found = [self._on_gpu(call) if self.device.type == "cuda" else self._on_cpu(call) for _ in range(self.rounds)]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            found = [1e3 * a.elapsed_time(b) for a, b in found]
+        median = torch.tensor([statistics.median(found)], device=self.device)
+        return all_reduce(median, self.axis, "bench", "max").item()
+
+    def _on_gpu(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        torch.cuda._sleep(1_000_000)  # keeps the device busy until the host has queued the call
+        all_reduce(self.one, self.axis, "bench")  # ranks begin together
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def _on_cpu(self, call: Callable[[], object]) -> float:
+        all_reduce(self.one, self.axis, "bench")
+        began = time.perf_counter()
+        call()
+        return 1e6 * (time.perf_counter() - began)
+
+
+def sent_by(axis: Axis, call: Callable[[], object]) -> int:
+    """Bytes that a call sends."""
+    axis.traffic.reset()
+    call()
+    return sum(axis.traffic.sent.values())
+
+
+def token_legs(args: argparse.Namespace, timer: WireTimer, tokens: int, axis: Axis, device: torch.device) -> list[Measured]:
+    """Dispatch and combine through the functions that the model calls; every rank calls it."""
+    scores = torch.rand(tokens, args.experts, device=device)
+    ids = select_experts(scores, args.groups, args.topk_groups, args.topk)
+    weights = torch.rand(tokens, args.topk, device=device)
+    x = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    legs = [_plan_leg(timer, ids, args.experts, axis)]
+    for fmt in ("bf16", "fp8"):
+        make = (lambda: quantize(x, ROW)) if fmt == "fp8" else (lambda: Quantized.unscaled(x))
+        ready = make()
+        rows, _, plan = dispatch(ready, weights, start_plan(ids, args.experts, axis))
+        packed = pack(ready, plan.token_M)
+        wire = timer(lambda packed=packed, plan=plan: all_to_all(packed, axis, "bench", plan.send, plan.recv))
+        calls = {
+            "dispatch x": lambda q: dispatch(q, weights, start_plan(ids, args.experts, axis)),
+            "dispatch dY": lambda q, plan=plan: dispatch_rows(q, plan),
+        }
+        for leg, call in calls.items():
+            nbytes = sent_by(axis, lambda call=call, ready=ready: call(ready))
+            no_casts = timer(lambda call=call, ready=ready: call(ready))
+            whole = timer(lambda call=call, make=make: call(make())) if fmt == "fp8" else no_casts
+            legs.append(Measured(leg, tokens, axis.size, fmt, nbytes, wire, no_casts, whole))
+        y = torch.randn(rows.shape, device=device, dtype=torch.bfloat16)
+        legs.append(_combine_leg(timer, y, plan, fmt))
+        del rows, packed, y
+    return legs
+
+
+def _plan_leg(timer: WireTimer, ids: Tensor, experts: int, axis: Axis) -> Measured:
+    def until_read() -> None:
+        start = start_plan(ids, experts, axis)
+        if start.ready is not None:
+            start.ready.synchronize()
+
+    nbytes = sent_by(axis, until_read)
+    return Measured("counts", len(ids), axis.size, "int64", nbytes, 0.0, 0.0, timer(until_read))
+
+
+def _combine_leg(timer: WireTimer, y: Tensor, plan: DispatchPlan, fmt: str) -> Measured:
+    axis = replace(plan.axis, wire=ROW if fmt == "fp8" else None)
+    plan = replace(plan, axis=axis)
+    partial = unpermute_sum(y, plan.perm)
+    q = quantize(partial, ROW) if fmt == "fp8" else Quantized.unscaled(partial)
+    packed = pack(q)
+    wire = timer(lambda: all_to_all(packed, axis, "bench", plan.recv, plan.send))
+    whole = timer(lambda: combine_rows(y, plan))
+    if fmt == "fp8":
+        back = start_exchange(q, axis, "bench", plan.recv, plan.send).wait().dequantize(torch.bfloat16)
+
+        def without_casts() -> None:
+            unpermute_sum(y, plan.perm)
+            start_exchange(q, axis, "bench", plan.recv, plan.send).wait()
+            sum_rows(back, plan.row_Tn)
+
+        no_casts = timer(without_casts)
+    else:
+        no_casts = whole
+    nbytes = sent_by(axis, lambda: combine_rows(y, plan))
+    return Measured("combine", len(plan.row_Tn), axis.size, fmt, nbytes, wire, no_casts, whole)
+
+
+# ---------------------------------------------------------------- gradients and weights over replicas
+
+
+def gradient_legs(timer: WireTimer, params: int, axis: Axis, device: torch.device) -> list[Measured]:
+    """Sums of F gradients for everybody (zero = 0), and for their owners only (zero = 1)."""
+    weight = Weight(params // 2048, 2048, recipe=Recipe.block()).to(device)
+    bounds, flat = even_bounds(axis.size, params // 128), torch.randn(params, device=device)
+    legs = []
+    for fmt, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        on_wire = flat.to(dtype)
+        wire = timer(lambda on_wire=on_wire: all_reduce(on_wire, axis, "bench"))
+        nbytes = sent_by(axis, lambda on_wire=on_wire: all_reduce(on_wire, axis, "bench"))
+        rounded = dtype != torch.float32
+        whole = timer(lambda dtype=dtype: flat.copy_(all_reduce(flat.to(dtype), axis, "bench"))) if rounded else wire
+        legs.append(Measured("gradients, all", params, axis.size, fmt, nbytes, wire, wire, whole))
+    auto = AutoScale(axis.size, device)
+    for leg, shared in (("gradients, all", True), ("gradients, owner", False)):
+        for fmt in ("fp32", "bf16", "fp8", "fp8_lm"):
+            if shared and fmt in ("fp32", "bf16"):
+                continue
+            weight.main_grad = flat.view(weight.data.shape)
+            options = dict(wire="fp8" if fmt == "fp8_lm" else fmt, shared=shared)
+            kind = SharedScaleBucket if fmt == "fp8_lm" else OwnerBucket
+            bucket = kind(axis, [weight], bounds, **options, **({"auto": auto} if fmt == "fp8_lm" else {}))
+
+            def whole(bucket: OwnerBucket = bucket) -> None:
+                bucket.launch()
+                bucket.finish()
+
+            row = torch.empty(params // 128, TILE_BYTES[fmt], dtype=torch.uint8, device=device)
+            even = [len(row) // axis.size] * axis.size
+
+            def bytes_only(row: Tensor = row, even: list[int] = even, shared: bool = shared) -> None:
+                part = all_to_all(row, axis, "bench", even, even)
+                if shared:
+                    all_gather(part[: even[0]], axis, "bench")
+
+            wire = timer(bytes_only)
+            legs.append(Measured(leg, params, axis.size, fmt, sent_by(axis, whole), wire, wire, timer(whole)))
+            del row
+    return legs
+
+
+def weight_legs(timer: WireTimer, params: int, mesh: Mesh, device: torch.device) -> list[Measured]:
+    """Owners' new rows of a weight to all replicas."""
+    legs = []
+    for fmt, recipe in (("bf16", Recipe.bf16()), ("fp8", Recipe.block())):
+        weight = Weight(params // 2048, 2048, recipe=recipe).to(device)
+        weight.set_(torch.randn(weight.data.shape, device=device))
+        shards = Shards([("w", weight)], mesh)
+        nbytes = sent_by(mesh.dp, shards.publish)
+        own = torch.empty(1, nbytes // max(mesh.dp.size - 1, 1), dtype=torch.uint8, device=device)
+        wire = timer(lambda own=own: all_gather(own, mesh.dp, "bench"))
+        whole = timer(shards.publish)
+        legs.append(Measured("weights", params, mesh.dp.size, fmt, nbytes, wire, whole, whole))
+    return legs
+
+
+def show(legs: list[Measured]) -> None:
+    """A table; the last columns are over the first format of the same leg and size."""
+    heads = ("wire us", "GB/s", "no casts", "whole", "/first", "bytes/first")
+    print(f"{'leg':17} {'size':>10} {'ranks':>5} {'':6} {'MB sent':>8}" + "".join(f" {head:>11}" for head in heads))
+    first: dict[tuple[str, int], Measured] = {}
+    for x in legs:
+        base = first.setdefault((x.leg, x.size), x)
+        rate = x.nbytes / x.wire / 1e3 if x.wire else 0.0
+        numbers = (x.wire, rate, x.no_casts, x.whole, x.whole / base.whole, x.nbytes / max(base.nbytes, 1))
+        print(f"{x.leg:17} {x.size:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f}" + "".join(f" {n:11.2f}" for n in numbers))
+
+
+def measure(args: argparse.Namespace, mesh: Mesh, device: torch.device) -> list[Measured]:
+    """All legs that `args` asks for; every rank calls it."""
+    timer, legs = WireTimer(args.rounds, mesh.world, device), []
+    for tokens in args.tokens:
+        legs += token_legs(args, timer, tokens, mesh.ep, device)
+    for params in args.params:
+        legs += gradient_legs(timer, params, mesh.dp, device) + weight_legs(timer, params, mesh, device)
+    return legs
