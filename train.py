@@ -104,7 +104,8 @@ def run_in(stack: ExitStack, config: Config) -> int:
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
     options = config.model.bias_update_rate, phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
-    take_step = TrainStep(model, optimizer, mesh, optim, *options, guard, parallel.grad_rounding, parallel.zero)
+    wires = parallel.grad_rounding, parallel.zero
+    take_step = TrainStep(model, optimizer, mesh, optim, *options, guard, *wires, config.model.bias_warmup_steps)
     resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
     phases.note = lambda name: watchdog.note(f"{name} of step {done}")
