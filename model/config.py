@@ -14,8 +14,8 @@ class ModelConfig:
         router_z_loss_weight: coefficient of mean logsumexp(router logits)^2, a MoE layer.
         aux_loss_weight: coefficient of the sequence-level balance loss (DeepSeek-V3, eq. 17-20); 0 as Ling trains.
         bias_update_rate: step of the zero-mean expert-bias update, once an optimizer step.
-        bias_warmup_steps: optimizer steps over which that step falls to `bias_update_rate` from 20 times as much, geometrically; 0 as
-            Ling trains. New routers send every token to the same experts until the biases have caught up with what tokens share.
+        bias_warmup_steps: optimizer steps over which that step falls to `bias_update_rate` from 20 times as much, geometrically; 0
+            as Ling trains. New routers send every token to the same experts until the biases catch up with what tokens share.
         head_z_loss_weight: coefficient of logsumexp(logits)^2 of the language model head.
         loss_chunk: tokens whose logits exist at once.
     """
