@@ -218,6 +218,11 @@ class AutoFP8:
             for weight in members:
                 weight.observer = self._seen[weight] = Observation()
 
+    @property
+    def observing(self) -> bool:
+        """Whether the present step is one of measurement; the same on every rank."""
+        return bool(self._seen)
+
     @torch.no_grad()
     def end(self) -> list[str]:
         """Ends an observed step: choices for every class; returns a line for each, for the log. Empty at other steps."""

@@ -125,6 +125,9 @@ class AdamW:
     def settle(self) -> None:
         """Until what `publish` has sent has arrived; before weights are read outside the model's forward."""
 
+    def share_samples(self) -> None:
+        """`auto`, before it measures: brings every rank the samples of weights that others update (`Weight.keep_sample`)."""
+
     def master(self, name: str) -> Tensor:
         """fp32 values of the stored master (the live tensor if it is stored so)."""
         return self._codecs[name]["master"].decode(self._state[name]["master"])

@@ -5,8 +5,9 @@
     step         AdamW on shells: Weights whose bytes are this rank's rows of the whole weight, so the owner quantises them, once
     publish      rows travel as they are stored, FP8 bytes and 128x128 scales; every rank then has the owner's bits
 
-Parts are cut between 128-row blocks of a matrix, between the experts of a stack; a vector, and a matrix with one scale for all,
-stays whole. Parts may be uneven and empty. ZeRO: arXiv 1910.02054; whole tensors by size: FP8-LM, arXiv 2310.18313, section 2.3.
+Parts are cut between 128-row blocks of a matrix, between the experts of a stack; a vector stays whole. Parts may be uneven and
+empty. Where rows of several owners share one scale (tensorwise), the owners first take the maximum of their amax. ZeRO: arXiv
+1910.02054; whole tensors by size: FP8-LM, arXiv 2310.18313, section 2.3.
 
 Shapes: n ranks of an axis; rows are of dimension 0 of the local tensor.
 """
@@ -16,18 +17,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8.optimizer import sum_of_squares
-from fp8.recipe import BLOCK, TENSORWISE
-from fp8.weight import Piece, Weight, weights
+from fp8.recipe import BLOCK
+from fp8.weight import SAMPLE_ROWS, Weight, weights
 from parallel.collectives import Pending, all_reduce, start_all_gather
 from parallel.grad_reduce import reduce_axis
 from parallel.grad_wire import starts_of
 from parallel.mesh import Axis, Mesh
+from parallel.shell import Shell, has_one_scale, scale_rows
 from parallel.traffic import FORMAT_NAMES
 
 ALIGN = 16  # bytes; parts of a gather start at multiples of it
@@ -37,8 +40,7 @@ def unit_rows(weight: Weight) -> int:
     """Rows that stay together. Parts consist of whole 128-element tiles, which FP8 gradients need."""
     if weight.data.dim() == 3 and weight.data[0].numel() % BLOCK == 0:
         return 1
-    is_matrix = weight.data.dim() == 2 and not (weight.spec.is_fp8 and weight.spec.tile == TENSORWISE)
-    return BLOCK if is_matrix else weight.data.shape[0]
+    return BLOCK if weight.data.dim() == 2 else weight.data.shape[0]
 
 
 def cut_evenly(weights: Sequence[Weight], size: int) -> list[list[int]]:
@@ -70,33 +72,6 @@ def give_whole(weights: Sequence[Weight], loads: list[int]) -> tuple[list[Weight
     return ordered, [[0 if r <= owner[w] else w.data.shape[0] for r in range(len(loads) + 1)] for w in ordered]
 
 
-def shell_of(weight: Weight, rows: slice) -> Weight:
-    """A Weight over the memory of `rows` of another: what it is set to, the other one holds."""
-    pieces = []
-    for p in weight.pieces:
-        start = p.local[0].start or 0
-        low, high = max(start, rows.start), min(p.local[0].stop, rows.stop)
-        if low < high:
-            local = (slice(low - rows.start, high - rows.start), *p.local[1:])
-            pieces.append(Piece((p.offset[0] + low - start, *p.offset[1:]), local, p.replicas))
-    shape = (rows.stop - rows.start, *weight.data.shape[1:])
-    with torch.device("meta"):
-        shell = Weight(
-            *shape, recipe=weight.recipe, init_std=weight.init_std, decay=weight.decay, expert=weight.expert,
-            tp_partial=weight.tp_partial, global_shape=tuple(weight.global_shape), pieces=tuple(pieces),
-        )  # fmt: skip
-    shell.data, shell.name, shell.grad_dtype = weight.data[rows], weight.name, weight.grad_dtype
-    shell.scale_inv = None if weight.scale_inv is None else weight.scale_inv[scale_rows(weight, rows)]
-    shell.anchor.requires_grad_(weight.trainable)
-    return shell
-
-
-def scale_rows(weight: Weight, rows: slice) -> slice:
-    """Rows of the scales that belong to `rows`."""
-    edge = 1 if weight.data.dim() == 3 else weight.spec.tile[0]
-    return slice(None) if edge == 0 else slice(rows.start // edge, -(-rows.stop // edge))
-
-
 @dataclass(eq=False)
 class Group:
     """Weights of one axis and format whose gradients are reduced, and whose bytes are gathered, together.
@@ -110,12 +85,12 @@ class Group:
     names: list[str]
     weights: list[Weight]
     cuts: list[list[int]]
-    shells: list[Weight | None] = field(init=False)
-    _pending: Pending | None = field(default=None, repr=False)
+    shells: list[Shell | None] = field(init=False)
+    _pending: dict[torch.dtype, Pending] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         own = [slice(*cut[self.axis.rank : self.axis.rank + 2]) for cut in self.cuts]
-        self.shells = [shell_of(w, s) if s.start < s.stop else None for w, s in zip(self.weights, own, strict=True)]
+        self.shells = [Shell.of(w, s) if s.start < s.stop else None for w, s in zip(self.weights, own, strict=True)]
 
     @property
     def bounds(self) -> list[int]:
@@ -131,35 +106,42 @@ class Group:
             found.append(place)
         return found
 
-    def parts(self, rank: int) -> list[Tensor]:
-        """The bytes of a rank's part, as views of the weights."""
+    def parts(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
+        """The bytes of a rank's part of the weights of a format, as views of them."""
         found = []
         for weight, cut in zip(self.weights, self.cuts, strict=True):
             rows = slice(cut[rank], cut[rank + 1])
-            if rows.start < rows.stop:
+            if rows.start < rows.stop and weight.data.dtype == dtype:
                 tensors = [weight.data[rows]]
                 if weight.scale_inv is not None:
                     tensors.append(weight.scale_inv[scale_rows(weight, rows)])
                 found += [t.reshape(-1).view(torch.uint8) for t in tensors]
         return found
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether rows are still under way."""
+        return bool(self._pending)
+
     def send(self) -> None:
-        """Starts to send this rank's rows to all, padded to the largest part."""
-        size = max(sum(-(-p.numel() // ALIGN) * ALIGN for p in self.parts(r)) for r in range(self.axis.size))
-        buffer = torch.zeros(1, size, dtype=torch.uint8, device=self.weights[0].data.device)
-        for part, place in _placed(self.parts(self.axis.rank)):
-            buffer[0, place].copy_(part)
-        self._pending = start_all_gather(buffer, self.axis, "weights", FORMAT_NAMES[self.weights[0].data.dtype])
+        """Starts to send this rank's rows to all, padded to the largest part; one collective for each format."""
+        for dtype in dict.fromkeys(w.data.dtype for w in self.weights):
+            parts = [self.parts(rank, dtype) for rank in range(self.axis.size)]
+            size = max(sum(-(-p.numel() // ALIGN) * ALIGN for p in own) for own in parts)
+            buffer = torch.zeros(1, size, dtype=torch.uint8, device=self.weights[0].data.device)
+            for part, place in _placed(parts[self.axis.rank]):
+                buffer[0, place].copy_(part)
+            self._pending[dtype] = start_all_gather(buffer, self.axis, "weights", FORMAT_NAMES[dtype])
 
     def receive(self) -> None:
         """Until every rank's rows are in the weights."""
-        if self._pending is None:
-            return
-        arrived, self._pending = self._pending.wait(), None
-        for rank in range(self.axis.size):
-            if rank != self.axis.rank:
-                for part, place in _placed(self.parts(rank)):
-                    part.copy_(arrived[rank, place])
+        while self._pending:
+            dtype, pending = self._pending.popitem()
+            arrived = pending.wait()
+            for rank in range(self.axis.size):
+                if rank != self.axis.rank:
+                    for part, place in _placed(self.parts(rank, dtype)):
+                        part.copy_(arrived[rank, place])
 
 
 def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:
@@ -178,12 +160,9 @@ class Shards:
     """Who owns what: groups in about the order in which backward finishes weights, the same on every rank.
 
     Args:
-        named_weights: all weights of the model, their recipes and gradient formats final.
+        named_weights: all weights of the model, their gradient formats final.
         bucket_bytes: gradient bytes of a group. A larger weight has a group of its own.
         whole: no weight is cut (stacks of experts are, between experts).
-
-    Raises:
-        ValueError: a weight changes its format on the way (`auto`).
     """
 
     def __init__(
@@ -194,10 +173,9 @@ class Shards:
         self.lazy = False
         open_groups: dict[tuple[Any, ...], list[tuple[str, Weight]]] = {}
         for name, weight in reversed(self.all.items()):
-            if weight.recipe.adaptive:
-                raise ValueError(f"{name}: sharded optimizer states need formats that do not change (fp8.recipe=auto)")
             axis = reduce_axis(weight, mesh)
-            key = (id(axis), weight.grad_dtype, weight.data.dtype, weight.trainable)
+            fmt = "auto" if weight.recipe.adaptive else weight.data.dtype  # what may change must not part weights
+            key = (id(axis), weight.grad_dtype, fmt, weight.trainable)
             group = open_groups.setdefault(key, [])
             if group and sum(w.numel for _, w in [*group, (name, weight)]) * weight.grad_dtype.itemsize > bucket_bytes:
                 self._close(axis, group)
@@ -236,6 +214,36 @@ class Shards:
         """Until all rows have arrived: before weights are read outside the model's forward."""
         for group in self.groups:
             group.receive()
+
+    def sharing_scales(self) -> list[tuple[Axis, dict[str, Weight]]]:
+        """By axis, the matrices whose one scale is for the rows of several owners; the same on every rank."""
+        found: dict[int, tuple[Axis, dict[str, Weight]]] = {}
+        for group in self.groups:
+            for name, weight, cut in zip(group.names, group.weights, group.cuts, strict=True):
+                owners = sum(start < stop for start, stop in pairwise(cut))
+                if owners > 1 and weight.data.dim() == 2 and has_one_scale(weight):
+                    found.setdefault(id(group.axis), (group.axis, {}))[1][name] = weight
+        return list(found.values())
+
+    def share_samples(self) -> None:
+        """`auto`: every rank gets the sample of each weight from the owner of its first rows, and the largest magnitude of all."""
+        for group in self.groups:
+            chosen = [(w, s) for w, s in zip(group.weights, group.shells, strict=True) if w.recipe.adaptive]
+            if not chosen:
+                continue
+            device = chosen[0][0].data.device
+            sizes = [min(w.data.shape[-2], SAMPLE_ROWS) * w.data.shape[-1] for w, _ in chosen]
+            rows, amax = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=device), torch.zeros(len(chosen), device=device)
+            for (weight, shell), part, largest in zip(chosen, rows.split(sizes), amax, strict=True):
+                first = shell is not None and shell.rows.start == 0
+                if first:
+                    part.copy_(shell.sample.reshape(-1))
+                if first or (shell is not None and weight.data.dim() == 2):
+                    largest.copy_(shell.sample_amax)
+            all_reduce(rows, group.axis, "samples")
+            all_reduce(amax, group.axis, "samples", "max")
+            for (weight, _), part, largest in zip(chosen, rows.split(sizes), amax, strict=True):
+                weight.sample, weight.sample_amax = part.view(-1, weight.data.shape[-1]), largest
 
     def overlap(self, model: nn.Module) -> None:
         """Lets rows arrive under the next forward: each layer waits for the groups of its own weights, in whatever order it runs.

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8.offload import on_device
 from fp8.optimizer import AdamW, chunks
+from fp8.quantize import quantize
 from fp8.recipe import FORMATS, TENSORWISE
+from fp8.scaling import amax_scale_inv, tensor_amax
 from fp8.weight import Weight, weights
+from parallel.collectives import all_reduce
 from parallel.grad_auto_scale import AutoScale
 from parallel.grad_reduce import GradReducer, owner_bucket
 from parallel.grad_wire import OwnerBucket, starts_of
 from parallel.mesh import Mesh
-from parallel.shard import Group, Shards, shell_of
+from parallel.shard import Group, Shards
+from parallel.shell import Shell
 
 
 class ShardedAdamW(AdamW):
@@ -26,7 +31,7 @@ class ShardedAdamW(AdamW):
     part of a weight. Results do not depend on who owns what: rounding is keyed by the weight's place in the whole model.
 
     Args:
-        named_weights: all weights of the model, recipes and gradient formats final.
+        named_weights: all weights of the model, gradient formats final.
         whole: no weight is cut.
         options: for `AdamW`.
     """
@@ -54,26 +59,59 @@ class ShardedAdamW(AdamW):
     def set_master(self, name: str, value: Tensor) -> None:
         """`value` is the whole of this rank's weight (the same on all replicas), so nothing has to travel."""
         weight = self.all_weights[name]
+        self._adopt(name)
+        if name in self.weights:
+            super().set_master(name, value[self.shards.rows_of(weight)])
         codec, value = self.states.codecs(weight)["master"], value.to(weight.data.device)
         whole = weight.spec.is_fp8 and weight.spec.tile == TENSORWISE
         for rows in (slice(0, value.shape[0]),) if whole else chunks(value.shape):
-            shell_of(weight, rows).set_(codec.decode(codec.encode(value[rows].float(), None)))
-        if name in self.weights:
-            super().set_master(name, value[self.shards.rows_of(weight)])
+            Shell.of(weight, rows).set_(codec.decode(codec.encode(value[rows].float(), None)))
 
     def refresh(self, name: str) -> None:
+        """After loading, for every weight on every rank; then `publish`."""
+        self._adopt(name)
         if name in self.weights:
             super().refresh(name)
 
+    def _adopt(self, name: str) -> None:
+        """`auto`: the formats that have been chosen, for the weight and for this rank's part of it."""
+        weight = self.all_weights[name]
+        if weight.recipe.adaptive and weight.adopt_choice() and name in self.weights:
+            self.weights[name].attach()
+
+    def _share_scales(self) -> None:
+        """Quantises this rank's rows of matrices that have one scale for the rows of several owners: from the maximum of all."""
+        for axis, shared in self.shards.sharing_scales():
+            zero = torch.zeros((), device=next(iter(shared.values())).data.device)
+            own = [tensor_amax(self._live_master(name)) if name in self.weights else zero for name in shared]
+            for (name, weight), amax in zip(shared.items(), all_reduce(torch.stack(own), axis, "amax", "max"), strict=True):
+                weight.scale_inv.copy_(amax_scale_inv(amax, weight.spec))
+                if name in self.weights:
+                    q = quantize(self._live_master(name), weight.spec, weight.scale_inv)
+                    self.weights[name].data.copy_(q.data)
+
+    def _live_master(self, name: str) -> Tensor:
+        master = on_device(self._state[name]["master"], self.weights[name].data.device)
+        return self._codecs[name]["master"].decode(master)
+
+    @torch.no_grad()
     def publish(self) -> None:
+        """Every rank gets every owner's rows. Every rank calls it."""
+        self._share_scales()
         self.shards.publish()
 
     def settle(self) -> None:
         self.shards.settle()
 
+    def share_samples(self) -> None:
+        self.shards.share_samples()
+
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float = 1.0) -> None:
         self.settle()  # of weights that no layer has read since the last step
+        for name, weight in self.all_weights.items():
+            if weight.trainable:
+                self._adopt(name)
         super().step(lr, grad_scale)
         for weight in self.all_weights.values():
             weight.clear_grad()
@@ -157,8 +195,8 @@ def make_reducer(
 
 
 def make_optimizer(model: nn.Module, mesh: Mesh, zero: int, partition: str, overlap: bool, *options: Any) -> AdamW:
-    """AdamW, sharded where `parallel.zero` asks for it. `options` are AdamW's."""
-    if zero == 0:
+    """AdamW, sharded where `parallel.zero` asks for it and there are ranks to share with. `options` are AdamW's."""
+    if zero == 0 or mesh.world.size == 1:
         return AdamW(weights(model), *options)
     optimizer = ShardedAdamW(weights(model), mesh, *options, whole=partition == "tensors")
     if overlap:

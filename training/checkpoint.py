@@ -237,7 +237,7 @@ class Checkpointer:
             raise UserError(f"cannot load checkpoint {path}: {error}") from error
         for scale in role_scales(self.model):
             scale.reset()
-        for name in self.optimizer.weights:
+        for name in self.optimizer.all_weights:
             self.optimizer.refresh(name)
         self.optimizer.publish()
         self.optimizer.num_steps = state.num_steps

@@ -175,8 +175,6 @@ class Config:
             tokens=train.micro_batch * self.data.seq_len,
             widths={} if is_fp8 else widths,
         )
-        if parallel.zero and self.fp8.recipe == "auto":
-            found.append(f"parallel.zero={parallel.zero} with fp8.recipe=auto: shards need formats that do not change")
         dp = max(world_size // max(parallel.tp, 1), 1)
         if train.micro_batch >= 1 and train.global_batch % (train.micro_batch * dp):
             found.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,94 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8.optimizer import AdamW, states_named
-from fp8.recipe import Recipe, recipe_named
+from fp8.optimizer import AdamW
+from fp8.recipe import Recipe
 from fp8.weight import Weight, weights
-from model.router import update_expert_bias
-from model.transformer import Transformer, initial_values
-from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import Mesh, build_mesh
-from parallel.shard import Shards, cut_evenly, give_whole
-from parallel.sharded_optimizer import ShardedAdamW, make_optimizer, make_reducer
+from parallel.shard import cut_evenly, give_whole
+from parallel.sharded_optimizer import ShardedAdamW, make_reducer
 from tests.helpers import run_ranks
-from tests.parallel.layouts import ADAM, CLIP, CONFIG, backward, bits
-from training.masters import tensors
-from training.shards import read_shards, write_shards
-
-
-@dataclass(frozen=True)
-class Run:
-    """Some steps; from a checkpoint, to one."""
-
-    zero: int = 0
-    wire: str = "fp32"
-    recipe: str = "block"
-    states: str = "fp32"
-    tp: int = 1
-    ep: int = 1
-    partition: str = "rows"
-    rounding: str = "nearest"
-    first: int = 0
-    last: int = 2
-    source: str = ""
-    target: str = ""
-    parts: int = 1
-    overlap: bool = False
-
-
-def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
-    """Takes the steps; what the ranks end with, in digests and norms."""
-    model = Transformer(CONFIG, recipe_named(run.recipe), mesh, dtype=torch.float32).train()
-    named = list(weights(model))
-    adamw = 0.9, 0.95, ADAM["eps"], 0.1, states_named(run.states), 3
-    optimizer = make_optimizer(model, mesh, run.zero, run.partition, run.overlap, *adamw)
-    attach_auto_scale(model, mesh, run.wire)
-    auto = getattr(model, "grad_scale", None)
-    reducer = make_reducer(named, mesh, optimizer, run.wire, run.rounding, run.zero, auto)
-    for name, _, value in initial_values(model, seed=5):
-        optimizer.set_master(name, torch.zeros_like(value) if run.source else value)
-    if run.source:
-        wanted = {k: v for k, v in tensors(model, optimizer, mesh.world.rank).items() if not k.startswith("rng.")}
-        read_shards(folder / run.source, wanted, mesh.world)
-        optimizer.num_steps = run.first
-        for name in optimizer.weights:
-            optimizer.refresh(name)
-        optimizer.publish()
-    seen: dict[str, Any] = {"losses": [], "norms": []}
-    for _ in range(run.first, run.last):
-        mesh.traffic.reset()
-        seen["losses"].append(backward(model, mesh, run.parts)[0])
-        reducer.finish()
-        norm = reducer.norm()
-        seen["norms"].append(norm.item())
-        optimizer.step(ADAM["lr"], CLIP / norm.clamp(min=CLIP))
-        update_expert_bias(model, mesh.world, 1e-3)
-    optimizer.settle()
-    seen["sent"], seen["mu"] = dict(mesh.traffic.sent), None if auto is None else auto.mu.item()
-    if run.target:
-        write_shards(folder / run.target, tensors(model, optimizer, mesh.world.rank), mesh.world)
-    seen["weights"] = {(n, p.offset): bits(w.data[p.local]) for n, w in named for p in w.pieces}
-    seen["scales"] = {n: bits(w.scale_inv) for n, w in named if w.scale_inv is not None and run.tp == run.ep == 1}
-    seen["owned"] = sum(w.numel for w in optimizer.weights.values())
-    seen["states"] = sum(t.nbytes for s in optimizer.state().values() for t in s.values())
-    return seen
-
-
-def on_ranks(rank: int, size: int, runs: list[Run], folder: str) -> list[dict[str, Any]]:
-    meshes: dict[tuple[int, int], Mesh] = {}
-    found = []
-    for run in runs:
-        if (run.tp, run.ep) not in meshes:
-            meshes[run.tp, run.ep] = build_mesh(run.tp, run.ep)
-        found.append(sail(run, meshes[run.tp, run.ep], Path(folder)))
-    return found
-
+from tests.parallel.layouts import bits
+from tests.parallel.sharding import Run, on_ranks, sail
 
 TWO = [
     Run(), Run(1), Run(1, partition="tensors"), Run(1, overlap=True), Run(2, overlap=True),
     Run(states="lean"), Run(1, states="lean"),
     Run(recipe="bf16"), Run(1, recipe="bf16"),
-    Run(recipe="tensorwise_current"), Run(1, recipe="tensorwise_current"),
+    Run(recipe="tensorwise_current"), Run(1, recipe="tensorwise_current"), Run(2, recipe="tensorwise_current", partition="tensors"),
+    Run(recipe="auto", last=3), Run(1, recipe="auto", last=3, overlap=True), Run(2, recipe="auto", last=3, partition="tensors"),
     Run(wire="fp8"), Run(1, wire="fp8"), Run(2, wire="fp8"), Run(2),
     Run(wire="fp8", rounding="stochastic"), Run(1, wire="fp8", rounding="stochastic"),
     Run(wire="fp8_lm"), Run(1, wire="fp8_lm"), Run(2, wire="fp8_lm"),
@@ -116,9 +43,8 @@ class TestTwoRanks:
     @pytest.mark.parametrize("run", [run for run in TWO if run.zero and run.wire == "fp32"], ids=str)
     def test_sharded_is_unsharded_bit_for_bit(self, two: dict, run: Run) -> None:
         """Weights, scales, losses and norms; low-bit states too: rounding does not know who owns what."""
-        plain = Run(wire=run.wire, recipe=run.recipe, states=run.states, tp=run.tp, ep=run.ep)
-        for got, want in zip(two[run], two[plain], strict=True):
-            assert got["losses"] == want["losses"] and got["norms"] == want["norms"]
+        for got, want in zip(two[run], two[run.plain], strict=True):
+            assert got["losses"] == want["losses"] and got["norms"] == want["norms"] and got["choices"] == want["choices"]
             assert got["weights"] == want["weights"] and got["scales"] == want["scales"]
 
     def test_26_each_forward_uses_this_steps_weights_of_every_owner(self, two: dict) -> None:
@@ -214,7 +140,7 @@ def random_orders(rank: int, size: int) -> tuple[list[int], bool]:
         plain.set_master(name, value)
     for step in range(8):
         order = torch.randperm(6, generator=draw).tolist()[: 6 - step % 2]  # now and then a layer does not run at all
-        under_way |= any(g._pending is not None for g in lazy.shards.groups)
+        under_way |= any(g.in_flight for g in lazy.shards.groups)
         if towers[0](order) != towers[1](order):
             wrong.append(step)
         for place, (one, two) in enumerate(zip(towers[0].layers, towers[1].layers, strict=True)):
@@ -286,10 +212,6 @@ class TestCuts:
         ordered, cuts = give_whole(bag, loads)
         assert loads == [7 * 128, 7 * 128]
         assert all(sorted(set(cut)) == [0, w.data.shape[0]] for w, cut in zip(ordered, cuts, strict=True))
-
-    def test_formats_that_change_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="formats that do not change"):
-            Shards([("w", Weight(128, 128, recipe=recipe_named("auto")))], Mesh.solo())
 
 
 def test_one_process_is_adamw() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers import run_train
 from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import config_of, losses, tensors_of
-from training.errors import UserError
+from tests.training.test_train_loop import losses, tensors_of
 from training.metrics import read_metrics
 from training.run_state import whole_checkpoints
 
@@ -55,8 +54,3 @@ def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path
         assert done.returncode == 0, done.stdout + done.stderr
         mu = tensors_of(whole_checkpoints(tmp_path)[-1])["state.grad_scale.scales.mu"].item()
         assert mu == pytest.approx(0.5 * 2 ** (steps / 1000), rel=1e-12)  # no step saturates
-
-
-def test_formats_that_change_are_refused(base: Path, tmp_path: Path) -> None:  # noqa: F811
-    with pytest.raises(UserError, match="parallel.zero=1 with fp8.recipe=auto"):
-        config_of(base, tmp_path, "parallel.zero=1", "fp8.recipe=auto")

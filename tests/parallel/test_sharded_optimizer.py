@@ -1,0 +1,96 @@
+"""What owners share before they write: one scale for the rows of several, `auto`'s samples and formats; one norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp8.optimizer import AdamW
+from fp8.recipe import CANDIDATES, Recipe, recipe_named
+from fp8.weight import SAMPLE_ROWS, Weight
+from parallel.mesh import build_mesh
+from parallel.sharded_optimizer import ShardedAdamW, make_reducer
+from tests.helpers import run_ranks
+from tests.parallel.layouts import bits
+
+ROWS, COLS = 384, 128  # three blocks: one rank of two owns two of them
+
+
+def values(seed: int, large: float = 1.0) -> torch.Tensor:
+    value = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(seed))
+    value[0, 0], value[-1, -1] = large, 8 * large  # the first row's owner has not the largest element
+    return value
+
+
+def one_scale(rank: int, size: int, recipe: Recipe) -> list[Any]:
+    """After each of some steps: whether bytes and scale are those of an unsharded optimizer, and this rank's rows."""
+    mesh, found = build_mesh(), []
+    weight, other = Weight(ROWS, COLS, recipe=recipe, init_std=0.5), Weight(ROWS, COLS, recipe=recipe, init_std=0.5)
+    sharded, plain = ShardedAdamW([("w", weight)], mesh), AdamW([("w", other)])
+    reducer = make_reducer([("w", weight)], mesh, sharded, zero=1)
+    for step in range(3):
+        if step == 0:
+            sharded.set_master("w", values(0, 10.0))
+            plain.set_master("w", values(0, 10.0))
+        else:
+            for w, own in ((weight, rank == 0), (other, True)):  # of rank 1 nothing
+                w.add_grad(values(step) * own)
+            reducer.finish()
+            sharded.step(3.0)  # weights grow: the scale moves
+            plain.step(3.0)
+        found.append((bits(weight.data) == bits(other.data), weight.scale_inv.item() == other.scale_inv.item()))
+    return [*found, weight.scale_inv.item(), sharded.shards.rows_of(weight)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", ["tensorwise_current", "tensorwise_delayed", "static"])
+def test_rows_of_several_owners_have_one_scale(recipe: str) -> None:
+    """The maximum of both owners' amax decides; a scale from one of them would be another one."""
+    one, two = run_ranks(2, one_scale, recipe_named(recipe))
+    for *same, _, rows in (one, two):
+        assert same == [(True, True)] * 3 and 0 < rows.stop - rows.start < ROWS
+    assert one[3] == two[3] and {one[4].start, two[4].start} == {0, one[4].stop}
+
+
+def adopted(rank: int, size: int) -> dict[str, Any]:
+    """A matrix and a stack that go from BF16 to each format, half of each on a rank."""
+    mesh, seen = build_mesh(), {}
+    recipe = recipe_named("auto")
+    both = {}
+    for kind in ("sharded", "plain"):
+        named = [("a", Weight(ROWS, COLS, recipe=recipe)), ("e", Weight(4, COLS, COLS, recipe=recipe, expert=True))]
+        optimizer = ShardedAdamW(named, mesh) if kind == "sharded" else AdamW(named)
+        optimizer.set_master("a", values(0))
+        optimizer.set_master("e", values(1)[:COLS].repeat(4, 1, 1) * torch.arange(1.0, 5.0)[:, None, None])
+        both[kind] = dict(named), optimizer
+    (named, optimizer), (others, plain) = both["sharded"], both["plain"]
+    reducer = make_reducer(named.items(), mesh, optimizer, zero=1)
+    for fmt in CANDIDATES:
+        optimizer.share_samples()
+        seen[f"sample {fmt}"] = [
+            torch.equal(w.sample, others[n].sample) and w.sample_amax == others[n].sample_amax and len(w.sample) == SAMPLE_ROWS
+            for n, w in named.items()
+        ]
+        for n, w in named.items():
+            for weight, own in ((w, rank == 0), (others[n], True)):
+                weight.choice.copy_(torch.tensor([*[CANDIDATES.index(fmt)] * 3, 1]))
+                weight.add_grad(values(2)[:COLS].expand(weight.data.shape) * own if n == "e" else values(3) * own)
+        reducer.finish()
+        mesh.traffic.reset()
+        optimizer.step(0.1)
+        plain.step(0.1)
+        seen[fmt] = [w.recipe == others[n].recipe and bits(w.data) == bits(others[n].data) for n, w in named.items()]
+        seen[fmt] += [bits(w.scale_inv) == bits(others[n].scale_inv) for n, w in named.items() if w.scale_inv is not None]
+        seen[f"sent {fmt}"] = {f for kind, f in mesh.traffic.sent if kind == "weights"}
+    return seen
+
+
+@pytest.mark.distributed
+def test_auto_changes_formats_of_shards_on_every_rank() -> None:
+    """Samples, formats, bytes and scales are those of an unsharded optimizer; what is gathered is the new format."""
+    for seen in run_ranks(2, adopted):
+        for fmt in CANDIDATES:
+            assert all(seen[fmt]) and all(seen[f"sample {fmt}"]), (fmt, seen)
+            assert seen[f"sent {fmt}"] == {"bf16" if fmt == "bf16" else "e4m3"}
