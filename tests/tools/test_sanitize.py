@@ -1,0 +1,34 @@
+"""Reading compute-sanitizer's report, and its absence."""
+
+import pytest
+
+from tools import sanitize
+
+REPORT = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at control_kernel+0x120 in sanitize_control.py:18
+=========     and Read access at control_kernel+0x340 in sanitize_control.py:18 [12 hazards]
+=========
+========= Error: Race reported between Read access at control_kernel+0x340 in sanitize_control.py:18
+=========     and Write access at control_kernel+0x120 in sanitize_control.py:18 [4 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+
+
+def test_races_are_counted_by_their_two_places() -> None:
+    places = "Read control_kernel+0x340 in sanitize_control.py:18 / Write control_kernel+0x120 in sanitize_control.py:18"
+    assert sanitize.races_of(REPORT) == {places: 16}
+    assert sanitize.SUMMARY.search(REPORT)[1] == "2 hazards displayed (2 errors, 0 warnings)"
+
+
+def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _: None)
+    assert sanitize.main([]) == 2
+    assert "compute-sanitizer is not on the PATH" in capsys.readouterr().out
+
+
+def test_a_subject_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = sanitize.subprocess.CompletedProcess([], 1, "========= ERROR SUMMARY: 0 errors\n", "boom")
+    monkeypatch.setattr(sanitize.subprocess, "run", lambda *args, **kwargs: done)
+    with pytest.raises(RuntimeError, match="memcheck over gemm ended with code 1"):
+        sanitize.check("memcheck", "gemm", None)
