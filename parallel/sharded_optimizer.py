@@ -176,6 +176,11 @@ def _hand_over(group: Group, bucket: OwnerBucket | None) -> None:
         shell.note_replayed_uses()
 
 
+def wire_for(wire: str, is_fp8: bool) -> str:
+    """What "auto" stands for: gradients travel as FP8 in models that compute in FP8; references keep FP32."""
+    return wire if wire != "auto" else "fp8" if is_fp8 else "fp32"
+
+
 def make_reducer(
     named_weights: Iterable[tuple[str, Weight]],
     mesh: Mesh,
@@ -185,8 +190,9 @@ def make_reducer(
     zero: int = 0,
     auto: AutoScale | None = None,
 ) -> GradReducer:
-    """The reducer that `parallel.grad_wire`, `grad_rounding` and `zero` name; "fp8_lm" needs `auto`."""
-    stochastic = rounding == "stochastic"
+    """The reducer that `parallel.grad_wire` ("auto" too), `grad_rounding` and `zero` name; "fp8_lm" needs `auto`."""
+    named_weights, stochastic = list(named_weights), rounding == "stochastic"
+    wire = wire_for(wire, any(weight.recipe.is_fp8 for _, weight in named_weights))
     if isinstance(optimizer, ShardedAdamW):
         return ShardedReducer(optimizer.shards, wire, stochastic, zero == 2, auto)
     if wire in ("fp8", "fp8_lm"):

@@ -59,12 +59,13 @@ class ParallelConfig:
     # How sums travel (docs/parallelism.md). "bf16" is the residual stream's own dtype; "fp8" adds one rounding, sums in FP32
     tp_wire: Literal["bf16", "fp8"] = "bf16"  # after row-parallel layers
     combine_wire: Literal["bf16", "fp8"] = "bf16"  # expert outputs on their way back
-    # Gradients over data-parallel ranks. fp8: tiles, summed in FP32; fp8_lm: summed in FP8 under a shared scale (FP8-LM)
-    grad_wire: Literal["fp32", "bf16", "fp8", "fp8_lm"] = "fp32"
+    # Gradients over data-parallel ranks. fp8: tiles, summed in FP32; fp8_lm: summed in FP8 under a shared scale (FP8-LM); auto: fp8
+    # in FP8 recipes, fp32 in fp8.recipe=bf16 and fp32
+    grad_wire: Literal["auto", "fp32", "bf16", "fp8", "fp8_lm"] = "auto"
     grad_rounding: Literal["nearest", "stochastic"] = "nearest"  # of grad_wire=fp8
     # Optimizer states split over the replicas of a weight (1), gradients too (2); 0: every replica has all of them
-    zero: int = 0
-    overlap_gather: bool = False  # sharded: new weights arrive under the next forward
+    zero: int = 1
+    overlap_gather: bool = True  # sharded: new weights arrive under the next forward
     zero_partition: Literal["rows", "tensors"] = "rows"  # cut between 128-row blocks, or whole tensors by size
 
 
