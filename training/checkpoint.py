@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step_00000100/      whole: renamed into place after every file is on disk
         state.json                      step, consumed samples, identity of model, tokenizer and data, config, wandb id
-        .metadata, __R_0.distcp         tensors (training/shards.py): masters, moments, expert bias, FP8 state, RNG
+        .metadata, __R_N.distcp         tensors (training/shards.py): masters, moments, expert bias, FP8 state, RNG
         checksums.json                  length and CRC-32 of each of them, verified before anything is loaded
     RUN/checkpoints/step_00000200.tmp/  being written, or left by a crash: never read
 
@@ -134,11 +134,11 @@ class Checkpointer:
         began, world, aside = time.monotonic(), self._world, final.with_suffix(".tmp")
         self._on_rank_zero(lambda: files.begin(aside, state))
         try:
-            write_shards(aside, shards, world)
+            sums = write_shards(aside, shards, world)
         except ShardError as error:
             self._on_rank_zero(lambda: files.shutil.rmtree(aside, ignore_errors=True))
             raise UserError(f"checkpoint of step {state.step} not saved, {error}; earlier ones are intact") from error
-        parts = gather(files.checksums_of(aside, world.rank), world)
+        parts = gather(sums | files.checksums_beside(aside, world.rank), world)
         self._on_rank_zero(lambda: files.seal(aside, parts))
         self._on_rank_zero(lambda: files.finish(aside, final))
         self.last, self.seconds = state.step, time.monotonic() - began

@@ -11,10 +11,12 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 from training.run_state import RunState, whole_checkpoints
+from training.shard_files import threads
 from training.shards import damage
 
 SEAL = "checksums.json"
@@ -77,9 +79,9 @@ def checksum(path: Path) -> list[int]:
     return [length, value]
 
 
-def checksums_of(folder: Path, rank: int) -> dict[str, list[int]]:
-    """Of the files that this rank has written."""
-    own = [*folder.glob(f"__{rank}_*"), *((folder / ".metadata", folder / "state.json") if rank == 0 else ())]
+def checksums_beside(folder: Path, rank: int) -> dict[str, list[int]]:
+    """Of the files beside the tensors' own, which rank 0 has written."""
+    own = (folder / ".metadata", folder / "state.json") if rank == 0 else ()
     return {path.name: checksum(path) for path in own}
 
 
@@ -107,17 +109,20 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
         return []
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return [f"{SEAL} cannot be read ({error})"]
-    found = []
-    for name, want in expected.items():
+
+    def problem(name: str) -> str | None:
+        want = expected[name]
         try:
             got = checksum(folder / Path(name).name)
         except OSError as error:
-            found.append(f"{name}: {error.strerror or error}")
-            continue
-        if got != want:
-            what = f"{got[0]} bytes long, not {want[0]}" if got[0] != want[0] else "corrupt (its checksum is another)"
-            found.append(f"{name} is {what}")
-    return found
+            return f"{name}: {error.strerror or error}"
+        if got == want:
+            return None
+        what = f"{got[0]} bytes long, not {want[0]}" if got[0] != want[0] else "corrupt (its checksum is another)"
+        return f"{name} is {what}"
+
+    with ThreadPoolExecutor(threads()) as pool:
+        return [text for text in pool.map(problem, expected) if text is not None]
 
 
 def _write_json(path: Path, values: dict) -> None:

@@ -21,10 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.futures import Future
 
 from fp8.weight import Piece, Weight
 from parallel.mesh import Axis
+from training.shard_files import StreamWriter, read_items
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +92,18 @@ class ShardError(Exception):
     """A checkpoint could not be written or read; the message says why, in one line."""
 
 
-def write_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> None:
+def write_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> dict[str, list[int]]:
     """Writes this rank's shards of all tensors into `folder`; every rank of `world` calls it. Files are synced to disk.
+
+    Returns:
+        Name -> [length, CRC-32] of the files that this rank wrote, from the bytes that were meant.
 
     Raises:
         ShardError: on every rank, when any of them failed.
     """
-    writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)
+    writer = StreamWriter(folder)
     _run(dcp.save, shards, world, storage_writer=writer, planner=_SavePlanner())
+    return writer.checksums
 
 
 def read_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> None:
@@ -192,6 +198,12 @@ class _Reader(dcp.FileSystemReader):
         if kwargs.get("rank") is not None:
             raise FileNotFoundError("per-rank metadata is not used")
         return read_metadata(Path(self.path))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        read_items(Path(self.path), plan, planner, self.storage_data)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def read_metadata(folder: Path) -> Metadata:

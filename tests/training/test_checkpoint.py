@@ -212,14 +212,14 @@ def test_disk_full_is_one_message_and_older_ones_stay(tmp_path: Path, monkeypatc
 def _disk_full_on_one_rank(rank: int, size: int, folder: str) -> str:
     import training.shards as shards
 
-    class Full(shards.dcp.FileSystemWriter):
+    class Full(shards.StreamWriter):
         def write_data(self, *_: object) -> None:
             raise OSError(28, "No space left on device")
 
     model = Toy(rank, size)
     saver = checkpointer(Path(folder), model=model, mesh=build_mesh(tp=size, ep=size))
     if rank == 1:
-        shards.dcp.FileSystemWriter = Full
+        shards.StreamWriter = Full
     with pytest.raises(UserError) as caught:
         saver.save(1, 4, None)
     return str(caught.value)
