@@ -255,7 +255,8 @@ def bytes_report(optimizer: AdamW) -> dict[str, int]:
     for name, weight in optimizer.all_weights.items():
         found["parameters"] += weight.numel
         found["weight"] += weight.q.nbytes
-        found["grad"] += weight.main_grad.nbytes if weight.main_grad is not None else 0
+        own = weight if weight.main_grad is not None else optimizer.weights.get(name, weight)  # ZeRO-2: only the owner has a part
+        found["grad"] += own.main_grad.nbytes if own.main_grad is not None else 0
         for kind, tensor in states.get(name, {}).items():
             if tensor is not optimizer.weights[name].data and tensor.device == weight.data.device:
                 found[kind.partition(".")[0]] += tensor.nbytes

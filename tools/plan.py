@@ -7,14 +7,15 @@ python -m tools.plan --config configs/small.yaml --compare-allocator     builds 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import os
 import sys
 from dataclasses import dataclass, replace
 
 from fp8.optimizer import PRESETS, States
 from fp8.recipe import FORMATS, Recipe
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
-from parallel.mesh import check_layout
+from parallel.mesh import check_layout, close_mesh
+from parallel.sharded_optimizer import wire_for
 from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
 from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, Wires, speed
 from training.config import Config, load_config
@@ -23,8 +24,9 @@ from training.states import gradient_format, optimizer_states
 
 GB = 1e9
 HOST_LINK = 50  # GB/s of pinned copies each way (PCIe 5 x16)
+MARGIN = 0.03  # of the forecast peak
 MAX_EP, MAX_TP, STAGES = 256, 8, range(5)
-SHARDING = importlib.util.find_spec("parallel.shard") is not None  # optimizer states split over replicas
+STATES = ("whole on every replica", "sharded over replicas (parallel.zero=1)", "sharded, gradients too (parallel.zero=2)")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Plan:
         return self.memory.peak + OVERHEAD_BYTES
 
     def fits(self, gpu: Gpu) -> bool:
-        return self.total <= gpu.memory
+        """With room for what the forecast misses (docs/usage.md has the errors that were measured)."""
+        return self.total + MARGIN * self.memory.peak <= gpu.memory
 
 
 def states_of(config: Config) -> States:
@@ -49,24 +52,41 @@ def states_of(config: Config) -> States:
     return optimizer_states(config.optim, config.fp8.level)
 
 
+def planned_memory(config: Config, layout: Layout, states: States, recipe: Recipe | None = None) -> Memory:
+    """What a rank needs under the formats of a config, offloaded states on the host."""
+    recipe, c = recipe or config.fp8.build(), config.model
+    gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
+    held = memory(c, recipe, states, layout, config.data.seq_len, gradients=gradients)
+    if config.optim.offload:  # the states of three weights at a time visit the GPU
+        held.host, held.static["states"] = held.static["states"], 0
+        local = local_parameters(c, recipe, states, layout)
+        largest = max(c.num_experts // layout.ep * 2 * c.moe_intermediate_size, c.vocab_size // layout.tp) * c.hidden_size
+        held.working["optimizer"] = int(3 * largest * held.host / (local["dense"] + local["experts"]))
+    return held
+
+
 def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: Recipe | None = None) -> Plan:
     """Memory and time of one layout."""
-    recipe = recipe or config.fp8.build()
-    gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
-    held = memory(config.model, recipe, states, layout, config.data.seq_len, gradients=gradients)
-    moved = held.static["states"]
-    if config.optim.offload:
-        held.host, held.static["states"] = moved, 0
+    recipe, parallel = recipe or config.fp8.build(), config.parallel
+    held = planned_memory(config, layout, states, recipe)
     local = local_parameters(config.model, recipe, states, layout)
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
-    wires = Wires(config.parallel.tp_wire, config.parallel.combine_wire, config.parallel.grad_wire)
+    gradients = wire_for(parallel.grad_wire, recipe.is_fp8)
+    wires = Wires(parallel.tp_wire, parallel.combine_wire, gradients, parallel.overlap_gather)
+    moved = held.host or held.static["states"]
     needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, moved, wires, config.train.cuda_graphs)
-    if held.host:  # the states of three weights at a time visit the GPU
-        c, each = config.model, moved / (local["dense"] + local["experts"])
-        largest = max(c.num_experts // layout.ep * 2 * c.moe_intermediate_size, c.vocab_size // layout.tp) * c.hidden_size
-        held.working["optimizer"] = int(3 * largest * each)
+    if held.host:
         needed.parts["offload"] = max(2 * held.host / (HOST_LINK * 1e9) - needed.parts["optimizer"], 0.0)
     return Plan(layout, states, held, needed)
+
+
+def configured(config: Config, gpus: int) -> Layout | None:
+    """The layout of the config itself on `gpus` ranks; None where it cannot run on them, or its layers differ in their stage."""
+    parallel, stage = config.parallel, config.fp8.activations
+    if not isinstance(stage, int) or config.problems(gpus):
+        return None
+    zero = parallel.zero if gpus // parallel.tp > 1 else 0
+    return Layout(gpus, parallel.tp, parallel.ep, stage, config.train.micro_batch, zero)
 
 
 def _powers(limit: int) -> list[int]:
@@ -94,8 +114,8 @@ def layouts(config: Config, gpus: int) -> list[Layout]:
                     continue
                 if round_batch(config, batch * (gpus // tp)) is None:
                     continue
-                for sharded in (False, True) if SHARDING and gpus > 1 else (False,):
-                    found.append(Layout(gpus, tp, ep, 0, batch, sharded))
+                for zero in (0, 1, 2) if gpus // tp > 1 else (0,):
+                    found.append(Layout(gpus, tp, ep, 0, batch, zero))
     return found
 
 
@@ -138,18 +158,17 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
     """Memory, wire and time of one plan."""
     batch = plan.speed.tokens // config.data.seq_len
     m, s, layout = plan.memory, plan.speed, plan.layout
-    sharded = "sharded over replicas (parallel.zero=1)" if layout.sharded_states else "whole on every replica"
     per_gpu = s.tokens / s.expected / layout.world
     return [
         f"layout         {layout.world} x {gpu.name}: dp {layout.dp} x tp {layout.tp}, ep {layout.ep} (edp {layout.edp}); "
-        f"activation stage {layout.stage}, micro-batch {layout.micro_batch}; optimizer states {sharded}",
+        f"activation stage {layout.stage}, micro-batch {layout.micro_batch}; optimizer states {STATES[layout.zero]}",
         *([f"               train.global_batch={batch}, so that it divides"] if batch != config.train.global_batch else []),
         f"memory, GB     static: {_gb(m.static)}",
         f"               kept activations (stage {layout.stage}): {_gb(m.kept)}",
         f"               working, the largest counts: {_gb(m.working)}",
         *([f"               optimizer states in host memory: {m.host / GB:,.1f}"] if m.host else []),
-        f"               peak {m.peak / GB:,.1f} + {OVERHEAD_BYTES / GB:.1f} context and fragments of {gpu.memory / GB:,.1f}: "
-        + ("fits" if plan.fits(gpu) else "DOES NOT FIT"),
+        f"               peak {m.peak / GB:,.1f} + {OVERHEAD_BYTES / GB:.1f} context and fragments + {MARGIN:.0%} spare, "
+        f"of {gpu.memory / GB:,.1f}: " + ("fits" if plan.fits(gpu) else "DOES NOT FIT"),
         f"sent, GB/step  {_gb(s.sent) or 'nothing'}",
         f"step time      floor {s.floor:.3f} s, expected {s.expected:.3f} s: "
         + ", ".join(f"{k} {v / s.expected:.0%}" for k, v in s.parts.items() if v),
@@ -159,7 +178,7 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
 
 def table(plans: list[Plan], gpu: Gpu, count: int) -> list[str]:
     """The best plans, one a line; for each (tp, ep) the best two policies."""
-    head = f"{'tp':>4}{'ep':>5}{'dp':>6}{'stage':>7}{'micro':>7}{'states':>9}{'GB/rank':>9}{'step s':>9}{'tok/s/GPU':>11}"
+    head = f"{'tp':>4}{'ep':>5}{'dp':>6}{'stage':>7}{'micro':>7}{'zero':>6}{'GB/rank':>9}{'step s':>9}{'tok/s/GPU':>11}"
     lines, seen = [head], {}
     for p in plans:
         key = (p.layout.tp, p.layout.ep)
@@ -167,9 +186,8 @@ def table(plans: list[Plan], gpu: Gpu, count: int) -> list[str]:
         if seen[key] > 2 or not p.fits(gpu):
             continue
         x, rate = p.layout, p.speed.tokens / p.speed.expected / p.layout.world
-        kind = "sharded" if x.sharded_states else "whole"
         lines.append(
-            f"{x.tp:>4}{x.ep:>5}{x.dp:>6}{x.stage:>7}{x.micro_batch:>7}{kind:>9}{p.total / GB:>9.1f}"
+            f"{x.tp:>4}{x.ep:>5}{x.dp:>6}{x.stage:>7}{x.micro_batch:>7}{x.zero:>6}{p.total / GB:>9.1f}"
             f"{p.speed.expected:>9.3g}{rate:>11,.0f}"
         )
     return lines[: count + 1]
@@ -178,27 +196,26 @@ def table(plans: list[Plan], gpu: Gpu, count: int) -> list[str]:
 def report(config: Config, gpus: int, gpu: Gpu) -> str:
     """The whole plan as text."""
     states = states_of(config)
-    lines = ["== model", *describe_model(config, states), "", f"== {gpus} x {gpu.name}"]
+    lines = ["== model", *describe_model(config, states)]
+    if (own := configured(config, gpus)) is not None:
+        lines += ["", "== as configured", *describe_plan(make_plan(config, own, gpu, states), gpu, config)]
+    lines += ["", f"== the fastest on {gpus} x {gpu.name}"]
     plans = search(config, gpus, gpu, states)
     if not plans:
         why = f"train.global_batch={config.train.global_batch} or the model's sizes do not divide over {gpus} GPUs"
         return "\n".join([*lines, f"no layout: {why}"])
-    best = plans[0]
+    best, lean = plans[0], PRESETS["lean"]
     if not best.fits(gpu):
-        lines.append(
-            f"nothing fits with these optimizer states; the nearest needs {best.total / GB:,.1f} of {gpu.memory / GB:,.1f} GB:"
-        )
+        limit = f"of {gpu.memory / GB:,.1f} GB"
+        lines.append(f"nothing fits with these optimizer states; the nearest needs {best.total / GB:,.1f} {limit}:")
         lines += describe_plan(best, gpu, config)
-        lean = search(config, gpus, gpu, PRESETS["lean"])
-        if lean[0].fits(gpu):
-            lines += [
-                "",
-                "-- with low-bit optimizer states (fp16 master, FP8 moments) it fits:",
-                *describe_plan(lean[0], gpu, config),
-            ]
-            plans, best = lean, lean[0]
-        else:
-            lines.append(f"with low-bit optimizer states (fp16 master, FP8 moments) the nearest needs {lean[0].total / GB:,.1f} GB")
+        low_bit = search(config, gpus, gpu, lean) if states != lean else plans
+        said = "with low-bit optimizer states (fp16 master, FP8 moments)"
+        if low_bit[0].fits(gpu):
+            plans, best = low_bit, low_bit[0]
+            lines += ["", f"-- {said} it fits:", *describe_plan(best, gpu, config)]
+        elif states != lean:
+            lines.append(f"{said} the nearest needs {low_bit[0].total / GB:,.1f} GB")
     else:
         lines += describe_plan(best, gpu, config)
     if best.fits(gpu):
@@ -224,9 +241,10 @@ def compare_allocator(config: Config) -> str:
 
     if not torch.cuda.is_available():
         raise UserError("--compare-allocator needs a CUDA device")
-    stage = config.fp8.activations if isinstance(config.fp8.activations, int) else 0
-    result = compare(config.model, config.fp8.build(), states_of(config), config.data.seq_len, config.train.micro_batch, stage)
-    return "\n".join(result.lines())
+    try:
+        return "\n".join(compare(config).lines())
+    finally:
+        close_mesh()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -241,7 +259,9 @@ def main(arguments: list[str] | None = None) -> None:
     gpus = config.fewest_ranks if options.gpus is None else options.gpus
     if gpus < 1:
         raise UserError(f"--gpus {gpus} must be at least 1")
-    print(compare_allocator(config) if options.compare_allocator else report(config, gpus, GPUS[options.gpu]))
+    text = compare_allocator(config) if options.compare_allocator else report(config, gpus, GPUS[options.gpu])
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Layout:
     Attributes:
         stage: activation policy, 0 to 4 (model/policy.py).
         micro_batch: sequences a rank takes at once.
-        sharded_states: masters and moments split over the ranks that hold the same weight (dp, or edp for experts).
+        zero: masters and moments (1), gradients too (2), split over the ranks that hold the same weight (dp, or edp for experts).
         balance: rows of the busiest expert rank over the mean; 1 is even.
     """
 
@@ -42,7 +42,7 @@ class Layout:
     ep: int = 1
     stage: int = 0
     micro_batch: int = 1
-    sharded_states: bool = False
+    zero: int = 0
     balance: float = 1.1
 
     @property
@@ -202,8 +202,18 @@ def working(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden
     return {"head": int(head), "experts forward": int(forward), "experts backward": int(backward)}
 
 
-def communication_buffers(c: ModelConfig, layout: Layout, seq_len: int) -> int:
-    """Payloads in flight: dispatch and combine, the tp gather; gradient buckets are views of `main_grad`."""
+def largest_gradient(c: ModelConfig, layout: Layout) -> int:
+    """Elements of the largest weight of this rank whose gradient travels; a weight above BUCKET_BYTES travels alone."""
+    experts = c.num_experts // layout.ep * 2 * c.moe_intermediate_size if layout.edp > 1 else 0
+    return max(experts, c.vocab_size // layout.tp if layout.dp > 1 else 0) * c.hidden_size
+
+
+def communication_buffers(c: ModelConfig, layout: Layout, seq_len: int, gradients: torch.dtype = torch.float32) -> int:
+    """Payloads in flight: dispatch and combine, the tp gather; gradient buckets are views of `main_grad` unless ZeRO-2 lets it go.
+
+    Then one gradient exists twice while it is put into its bucket, beside the one before it, half as large (`down` after
+    `gate_up`), as it was sent and as it arrives.
+    """
     t, D = layout.micro_batch * seq_len // layout.tp, c.hidden_size
     found = 0.0
     if layout.ep > 1:
@@ -211,6 +221,8 @@ def communication_buffers(c: ModelConfig, layout: Layout, seq_len: int) -> int:
         found += 2 * copies * D * 1.05 + 2 * copies * D * 2
     if layout.tp > 1:
         found += layout.micro_batch * seq_len * D * 3.1
+    if layout.zero == 2 and layout.dp > 1:
+        return int(found + max(3 * largest_gradient(c, layout) * gradients.itemsize, 4 * BUCKET_BYTES))
     return int(found + (2 * BUCKET_BYTES if layout.dp > 1 else 0))
 
 
@@ -225,10 +237,13 @@ def memory(
 ) -> Memory:
     """What one rank needs; `hidden` is the residual stream's type, `gradients` the accumulators'."""
     count = static(c, recipe, states, layout.tp, layout.ep, gradients)
-    shards = (layout.dp, layout.edp) if layout.sharded_states else (1, 1)
-    held = {name: count[f"dense {name}"] + count[f"expert {name}"] for name in ("weights", "gradients")}
-    held["states"] = count["dense states"] // shards[0] + count["expert states"] // shards[1]
-    held["communication"] = communication_buffers(c, layout, seq_len)
+    shards = {"dense": layout.dp, "expert": layout.edp} if layout.zero else {"dense": 1, "expert": 1}
+    held = {"weights": count["dense weights"] + count["expert weights"], "gradients": 0, "states": 0}
+    for kind, size in shards.items():
+        held["states"] += count[f"{kind} states"] // size
+        own = 4 * count[f"{kind} parameters"] // size  # owners' sums, in FP32
+        held["gradients"] += own if layout.zero == 2 and size > 1 else count[f"{kind} gradients"]
+    held["communication"] = communication_buffers(c, layout, seq_len, gradients)
     return Memory(held, kept(c, recipe, layout, seq_len, hidden), working(c, recipe, layout, seq_len, hidden))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fp8.recipe import Recipe
 from model.config import ModelConfig
+from parallel.sharded_optimizer import wire_for
 from tools.plan_memory import Bytes, Layout, expert_rows
 
 
@@ -99,11 +100,12 @@ GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 132 / 128, "fp8_lm": 1}  # an ele
 
 @dataclass(frozen=True)
 class Wires:
-    """How sums travel (parallel.tp_wire, combine_wire, grad_wire)."""
+    """How sums travel (parallel.tp_wire, combine_wire, grad_wire), and whether new weights arrive under the next forward."""
 
     tp: str = "bf16"
     combine: str = "bf16"
     gradients: str = "fp32"
+    overlap_gather: bool = False
 
 
 def ranks_visited(c: ModelConfig, ep: int) -> float:
@@ -150,12 +152,15 @@ def sent_bytes(
         "combine": micro_batches * moe * t * remote * D * 2 * back,
         "tp": micro_batches * whole * D * tp_row * (tp - 1) / tp,
     }
-    dp, edp = layout.dp, layout.edp
-    wide = GRADIENT_BYTES[wires.gradients]
-    each = wide + b.activation if layout.sharded_states else 2 * wide  # reduce-scatter and gather of weights; or all-reduce
-    split = local["dense"] - local["replicated"]
-    found["gradients dense"] = each * split * (dp - 1) / dp + 2 * wide * local["replicated"] * (layout.world - 1) / layout.world
-    found["gradients experts"] = each * local["experts"] * (edp - 1) / edp
+    dp, edp, world = layout.dp, layout.edp, layout.world
+    wide, split = GRADIENT_BYTES[wire_for(wires.gradients, recipe.is_fp8)], local["dense"] - local["replicated"]
+    # to its owner, in every micro-batch under ZeRO-2; from there the sum goes on, or under ZeRO the new weight
+    legs = wide * (micro_batches if layout.zero == 2 else 1) + (0 if layout.zero else wide)
+    found["gradients dense"] = legs * (split * (dp - 1) / dp + local["replicated"] * (world - 1) / world)
+    found["gradients experts"] = legs * local["experts"] * (edp - 1) / edp
+    if layout.zero:
+        found["weights dense"] = b.activation * split * (dp - 1) / dp + 4 * local["replicated"] * (world - 1) / world
+        found["weights experts"] = b.activation * local["experts"] * (edp - 1) / edp
     return found
 
 
@@ -199,12 +204,15 @@ def speed(
     sent = sent_bytes(c, recipe, layout, seq_len, micro_batches, local, wires=wires)
     exposed = link_seconds(sent["dispatch"] + sent["combine"], layout.ep, 1, gpu) * EXPOSED
     exposed += link_seconds(sent["tp"], layout.tp, 1, gpu) * 0.7
-    reduce = link_seconds(sent["gradients dense"], layout.dp, layout.tp, gpu)
-    reduce += link_seconds(sent["gradients experts"], layout.edp, layout.ep, gpu)
+    axes = {"dense": (layout.dp, layout.tp), "experts": (layout.edp, layout.ep)}
+    reduce = sum(link_seconds(sent[f"gradients {kind}"], *axis, gpu) for kind, axis in axes.items())
+    gather = sum(link_seconds(sent.get(f"weights {kind}", 0.0), *axis, gpu) for kind, axis in axes.items())
     backward = (gemms + experts + attention) * 2 / 3
-    reduce = max(reduce - HIDES * backward, 0.0)
-    shard = 1 / layout.dp if layout.sharded_states else 1.0
-    optimizer = ((local["dense"] + local["experts"]) * 6 * shard + 2 * state_bytes) / traffic
+    reduce = max(reduce - HIDES * backward * (micro_batches if layout.zero == 2 else 1), 0.0)
+    if wires is not None and wires.overlap_gather:
+        gather = max(gather - backward / 2, 0.0)
+    owned = sum(local[kind] / (axis[0] if layout.zero else 1) for kind, axis in axes.items())
+    optimizer = (owned * 6 + 2 * state_bytes) / traffic
 
     parts = {
         "linears and head": micro_batches * gemms, "experts": micro_batches * experts, "attention": micro_batches * attention,
@@ -213,6 +221,7 @@ def speed(
     parts = {name: seconds * STEP_OVER_PARTS for name, seconds in parts.items()}
     host = 0.0 if cuda_graphs else micro_batches * layers * HOST_SECONDS
     parts["launches"] = max(host - sum(parts.values()), 0.0)
-    parts |= {"communication": exposed, "gradient reduction": reduce, "optimizer": optimizer * STEP_OVER_PARTS}
+    parts |= {"communication": exposed, "gradient reduction": reduce, "weight gather": gather}
+    parts["optimizer"] = optimizer * STEP_OVER_PARTS
     floor = micro_batches * (gemms + experts + attention) + optimizer
     return Speed(parts, sent, floor, global_batch * seq_len)
