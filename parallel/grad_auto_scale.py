@@ -43,6 +43,7 @@ class AutoScale(nn.Module):
         start = 2.0 ** -math.ceil(math.log2(max(ranks, 1)))
         self.register_buffer("mu", torch.tensor(start, dtype=torch.float64, device=device))
         self.register_buffer("counts", torch.zeros(3, dtype=torch.float64, device=device))
+        self._before = self.mu.clone()
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Named as a recipe's scales are: a checkpoint of another wire has none."""
@@ -52,9 +53,14 @@ class AutoScale(nn.Module):
     def update(self, world: Axis) -> None:
         """After a step's sums, on every rank: the global count decides. A step with NaN, which updates nothing, leaves mu too."""
         saturated, total, broken = all_reduce(self.counts, world, KIND).unbind()
+        self._before.copy_(self.mu)
         next_mu = torch.where(saturated > LIMIT * total, self.mu / 2, (self.mu * 2 ** (1 / STEPS)).clamp(max=1.0))
         self.mu.copy_(torch.where(broken > 0, self.mu, next_mu))
         self.counts.zero_()
+
+    def undo(self) -> None:
+        """Takes the last `update` back: its step was refused."""
+        self.mu.copy_(self._before)
 
 
 def attach_auto_scale(model: nn.Module, mesh: Mesh, wire: str) -> None:

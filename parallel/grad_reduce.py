@@ -189,6 +189,11 @@ class GradReducer:
         if self._auto is not None and last:
             self._auto.update(self._mesh.world)
 
+    def abandon(self) -> None:
+        """The step whose sums `finish` has made is refused: mu is what it was."""
+        if self._auto is not None:
+            self._auto.undo()
+
     def norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, after `finish`; the same bits on every rank."""
         return global_grad_norm(self._named, self._mesh)

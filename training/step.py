@@ -148,6 +148,7 @@ class TrainStep:
         for scale in role_scales(self.model):
             scale.seen.zero_()
         self.auto.abandon()
+        self.reducer.abandon()
         losses = dict.fromkeys(("loss", "mtp_loss", "z_loss", "aux_loss"), math.nan)
         return StepResult(
             **losses, grad_norm=grad_norm, num_tokens=num_tokens, interrupted=interrupted, problem=problem

@@ -11,7 +11,7 @@ from fp8.optimizer import AdamW
 from fp8.recipe import CANDIDATES, Recipe, recipe_named
 from fp8.weight import SAMPLE_ROWS, Weight
 from parallel.mesh import build_mesh
-from parallel.sharded_optimizer import ShardedAdamW, make_reducer
+from parallel.sharded_optimizer import ShardedAdamW, make_reducer, wire_for
 from tests.helpers import run_ranks
 from tests.parallel.layouts import bits
 
@@ -94,3 +94,10 @@ def test_auto_changes_formats_of_shards_on_every_rank() -> None:
         for fmt in CANDIDATES:
             assert all(seen[fmt]) and all(seen[f"sample {fmt}"]), (fmt, seen)
             assert seen[f"sent {fmt}"] == {"bf16" if fmt == "bf16" else "e4m3"}
+
+
+def test_the_default_wire_is_fp8_where_the_model_computes_in_fp8() -> None:
+    assert {name: wire_for("auto", recipe_named(name).is_fp8) for name in ("block", "auto", "static", "bf16", "fp32")} == {
+        "block": "fp8", "auto": "fp8", "static": "fp8", "bf16": "fp32", "fp32": "fp32"
+    }  # fmt: skip
+    assert wire_for("bf16", True) == "bf16"

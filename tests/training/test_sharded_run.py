@@ -15,9 +15,8 @@ from training.run_state import whole_checkpoints
 
 @pytest.mark.distributed
 def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> None:  # noqa: F811
-    """6 steps at once, and 3 + 3 with another process in between: the same losses bit for bit."""
-    options = ["parallel.zero=2", "parallel.grad_wire=fp8", "parallel.grad_rounding=stochastic", "optim.states=lean"]
-    options += ["parallel.overlap_gather=true"]
+    """6 steps at once, and 3 + 3 with another process in between: the same losses bit for bit. Wires are the defaults."""
+    options = ["parallel.zero=2", "parallel.grad_rounding=stochastic", "optim.states=lean"]
     options += ["train.global_batch=4", "train.micro_batch=1", "eval.samples=0", "train.log_every=1", "checkpoint.every=3"]
     options += ["optim.schedule=constant", "optim.warmup_steps=0"]
     config, run = str(base / "run.yaml"), {}
@@ -34,7 +33,7 @@ def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> Non
         assert "wire_format/gradients/fp32_gb" not in record
     # and on one process, unsharded, from the same files
     alone = [f"run.dir={tmp_path / 'alone'}", f"checkpoint.resume={tmp_path / 'parts'}", "train.steps=7"]
-    done = run_train("--config", config, *options[3:4], *options[5:], *alone)
+    done = run_train("--config", config, *options[2:], *alone)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(losses(tmp_path / "alone")) == [7]
 

@@ -537,9 +537,11 @@ def test_the_log_shows_what_each_kind_of_collective_sends_and_how_long_it_takes(
         config = config_of(base, tmp_path, "parallel.ep=2", world_size=2)
         with torch.device("meta"):
             model = Transformer(config.model, config.fp8.build(), Mesh.solo())
-        dense = sum(w.numel for _, w in weights(model) if not w.expert)  # a ring of two sends each FP32 gradient once
-        assert record["wire_format/gradients/fp32_gb"] == pytest.approx(4 * dense / 1e9, rel=1e-9)
-        assert record["wire/gradients_gb"] == record["wire_format/gradients/fp32_gb"]
+        # by default a rank sends the other one's half of the dense gradients as FP8 tiles, and its own half of the new weights
+        dense = sum(w.numel for _, w in weights(model) if not w.expert)
+        assert record["wire_format/gradients/e4m3_gb"] == pytest.approx(132 / 128 * dense / 2 / 1e9, rel=0.1)
+        assert record["wire/gradients_gb"] == record["wire_format/gradients/e4m3_gb"]
+        assert record["wire_format/weights/e4m3_gb"] > 0 and record["wire/weights_gb"] < record["wire/gradients_gb"] * 2
 
 
 def test_experts_without_memory_end_the_run_with_a_message(
