@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -22,14 +23,17 @@ from torch import Tensor
 from fp8.philox import weight_words
 from fp8.quantize import column_major, quantize
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK, FORMATS, Spec
+from fp8.recipe import BLOCK, E4M3, FORMATS, Spec
 from fp8.state_codecs import CODECS, pow2
 from fp8.weight import Weight
-from parallel.collectives import Pending, PendingRows, start_all_gather_rows, start_all_to_all, start_exchange
+from parallel.collectives import Pending, start_all_gather, start_all_to_all
 from parallel.mesh import Axis
+from parallel.payload import RowFormat, pack, unpack
+from parallel.traffic import FORMAT_NAMES
 
 KIND = "gradients"
 TILES = Spec("e4m3", (1, BLOCK), "block")
+PACKED = RowFormat(E4M3, BLOCK, TILES.tile)  # a tile on the wire: 128 codes, the exponent of their scale, padding
 # Philox streams (0 and 1 are the optimizer's, fp8/philox.py): what a rank sends, and what an owner sends on
 SENT, SUMMED = 2, 3
 
@@ -49,13 +53,37 @@ def quantize_tiles(x_F: Tensor, word_F: Tensor | None = None) -> Quantized:
         word_F: random words to round by; None rounds to nearest.
     """
     x_T = x_F.view(-1, BLOCK).float()
-    x_T = x_T + (x_T - x_T)  # inf - inf is NaN
+    x_T = torch.where(x_T.isfinite(), x_T, float("nan"))
     if word_F is None:
         wide = 16 if len(x_T) % 16 == 0 else 1  # tiles in a row: a CUDA grid has no room for 4M rows
         q = quantize(x_T.view(-1, wide * BLOCK), TILES)
         return Quantized(q.data.view(-1, BLOCK), q.scale_inv.reshape(-1, 1), TILES.tile)
     parts = CODECS["exp_avg"]["fp8"].encode(x_T, word_F.view(-1, BLOCK))
     return Quantized(parts["data"], column_major(pow2(parts["scale"].long() - 127)), TILES.tile)
+
+
+def _kernels(t: Tensor) -> ModuleType | None:
+    """The Triton kernels on a GPU, None for the reference."""
+    if not t.is_cuda:
+        return None
+    from parallel import grad_wire_kernels  # Triton comes with CUDA builds of torch only
+
+    return grad_wire_kernels
+
+
+def pack_tiles(x_F: Tensor, word_F: Tensor | None = None) -> Tensor:
+    """[F] -> uint8 [T, 132]: `quantize_tiles` as it travels. One pass on a GPU, unless words are given."""
+    kernels = _kernels(x_F) if word_F is None else None
+    return kernels.pack_tiles(x_F) if kernels else pack(quantize_tiles(x_F, word_F))
+
+
+def sum_tiles(packed: Tensor, size: int, out_F: Tensor, add: bool = False) -> None:
+    """Packed tiles of `size` ranks behind each other: their FP32 sum, in rank order, into (or added to) out_F [F / size]."""
+    kernels = _kernels(packed) if out_F.dtype == torch.float32 else None
+    if kernels:
+        return kernels.sum_tiles(packed, size, out_F, add)
+    total = sum_of_ranks(unpack(packed, PACKED), size)
+    out_F.copy_(out_F + total if add else total)
 
 
 @dataclass(eq=False)
@@ -84,8 +112,8 @@ class OwnerBucket:
     round: int = 0
     flat: Tensor | None = field(init=False, default=None, repr=False)
     own: Tensor = field(init=False, repr=False)
-    _arriving: PendingRows | Pending | None = field(default=None, repr=False)
-    _returning: PendingRows | None = field(default=None, repr=False)
+    _arriving: Pending | None = field(default=None, repr=False)
+    _returning: Pending | None = field(default=None, repr=False)
     _sent: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,15 +141,15 @@ class OwnerBucket:
             self.flat = self._collect()
             for weight in self.weights:
                 weight.main_grad = None
+        send = [end - start for start, end in pairwise(self.bounds)]
         if self.wire == "fp8":
-            q = quantize_tiles(self.flat, self._words(SENT, self.axis.rank + self.round * self.axis.size))
-            send = [(end - start) // BLOCK for start, end in pairwise(self.bounds)]
-            self._arriving = start_exchange(q, self.axis, KIND, send, [send[self.axis.rank]] * self.axis.size)
+            on_wire = pack_tiles(self.flat, self._words(SENT, self.axis.rank + self.round * self.axis.size))
+            send = [elements // BLOCK for elements in send]
         else:
-            send = [end - start for start, end in pairwise(self.bounds)]
             on_wire = self.flat.to(FORMATS[self.wire])
-            self._arriving = start_all_to_all(on_wire, self.axis, KIND, send, [send[self.axis.rank]] * self.axis.size)
-            self._sent = on_wire  # alive until it has arrived
+        recv = [send[self.axis.rank]] * self.axis.size
+        self._arriving = start_all_to_all(on_wire, self.axis, KIND, send, recv, self._format)
+        self._sent = on_wire  # alive until it has arrived
         if self.transient:
             self.flat = None
 
@@ -130,23 +158,31 @@ class OwnerBucket:
         if self._arriving is None:
             return
         arrived, self._arriving, self._sent = self._arriving.wait(), None, None
-        total = sum_of_ranks(arrived, self.axis.size)
         if self.shared:
-            words = self._words(SUMMED, 0)
             low, high = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
-            own = None if words is None else words[low:high]
-            self._returning = start_all_gather_rows(quantize_tiles(total, own), self.axis, KIND)
-        elif self.round:
-            self.own.add_(total)
+            total, words = torch.empty(high - low, device=arrived.device), self._words(SUMMED, 0)
+            self._add_up(arrived, total)
+            on_wire = pack_tiles(total, None if words is None else words[low:high])
+            self._returning = start_all_gather(on_wire, self.axis, KIND, self._format)
         else:
-            self.own.copy_(total)
+            self._add_up(arrived, self.own, add=self.round > 0)
+
+    def _add_up(self, arrived: Tensor, out: Tensor, add: bool = False) -> None:
+        if self.wire == "fp8":
+            return sum_tiles(arrived, self.axis.size, out, add)
+        total = sum_of_ranks(arrived, self.axis.size)
+        out.copy_(out + total if add else total)
 
     def finish(self) -> None:
         """Until `flat` (or this rank's part of it) holds the sums."""
         self.proceed()
         if self._returning is not None:
-            self.flat.copy_(self._returning.wait().dequantize().view(-1))
+            sum_tiles(self._returning.wait(), 1, self.flat)
             self._returning = None
+
+    @property
+    def _format(self) -> str:
+        return FORMAT_NAMES[E4M3 if self.wire == "fp8" else FORMATS[self.wire]]
 
     def _words(self, stream: int, rank: int) -> Tensor | None:
         if not self.stochastic or self.wire != "fp8":
