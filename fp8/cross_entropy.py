@@ -100,7 +100,7 @@ def _softmax_grad(
         return ce, z_term, None
     factor = torch.where(valid, 1 + 2 * z * lse, 0.0)
     if fuses_gradient(logits_CV, weight):
-        return ce, z_term, _Gradient(*kernels.gradient(logits_CV, lse, factor, local, scale))
+        return ce, z_term, _Gradient(*kernels.gradient(logits_CV, lse, factor, local, picked, scale))
     dlogits = kernels.gradient_in_place(logits_CV, lse, factor, local, scale)
     return ce, z_term, _Gradient(weight.quantize_grad(dlogits), weight.quantize_grad_t(dlogits))
 

@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.device_math import exp2, load_bf16x4, store_columns, store_rows
+from fp8.block_forms import UPPER, high_half, low_half, pack_bf16, store_column_form, store_row_form
+from fp8.device_math import LOG2_E, exp2
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 STATISTICS_COLS, STATISTICS_WARPS = 2048, 8
 GRADIENT_WARPS = 8
-LOG2_E = tl.constexpr(1.4426950408889634)
 NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
 
 
@@ -48,47 +48,75 @@ def _softmax_statistics(x_ptr, label_ptr, peak_ptr, total_ptr, picked_ptr, cols,
 
 
 @triton.jit
-def _gradient_row(
-    x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, words_ok, HARDWARE: tl.constexpr
-):
-    """dlogits of four neighbouring columns (one word) of 32 rows x 32 words, FP32."""
-    row_ok = row < rows
-    x0, x1, x2, x3 = load_bf16x4(
-        x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row_ok[:, None] & words_ok[None, :]
-    )
-    base = (tl.load(lse_ptr + row, mask=row_ok, other=0.0) * LOG2_E)[:, None]
-    factor = (tl.load(factor_ptr + row, mask=row_ok, other=0.0) * scale)[:, None]
-    label = tl.load(label_ptr + row, mask=row_ok, other=-1).to(tl.int32)[:, None] - 4 * word[None, :]
-    x0 = exp2(x0 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 0, scale, 0.0)
-    x1 = exp2(x1 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 1, scale, 0.0)
-    x2 = exp2(x2 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 2, scale, 0.0)
-    x3 = exp2(x3 * LOG2_E - base, HARDWARE) * factor - tl.where(label == 3, scale, 0.0)
-    return x0, x1, x2, x3
+def _with_label(lo, hi, at_label, label, word, HARDWARE: tl.constexpr):
+    """The pairs with the value at_label [32] in column `label` [32] of each row, if it is among them."""
+    half = pack_bf16(at_label, at_label, HARDWARE)[:, None]
+    offset = label[:, None] - 4 * word[None, :]
+    lo = tl.where(offset == 0, (lo & UPPER) | (half & 0xFFFF), tl.where(offset == 1, (lo & 0xFFFF) | (half & UPPER), lo))
+    hi = tl.where(offset == 2, (hi & UPPER) | (half & 0xFFFF), tl.where(offset == 3, (hi & 0xFFFF) | (half & UPPER), hi))
+    return lo, hi
+
+
+@triton.jit
+def _probability(x, lse, factor, HARDWARE: tl.constexpr):
+    """factor * softmax of a logit. x - lse first: scaled and rounded apart, they would cost p - 1 of a confident row 1e-6."""
+    return exp2((x - lse) * LOG2_E, HARDWARE) * factor
+
+
+@triton.jit
+def _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row, rows, words, word, FULL: tl.constexpr, HARDWARE: tl.constexpr):
+    """Pairs of scale * factor * softmax of four neighbouring columns (one word) of 32 rows x 32 words."""
+    at, ok = x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row < rows
+    x = tl.load(at) if FULL else tl.load(at, mask=ok[:, None] & (word < words)[None, :], other=0)
+    lse = tl.load(lse_ptr + row, mask=ok, other=0.0)[:, None]
+    factor = (tl.load(factor_ptr + row, mask=ok, other=0.0) * scale)[:, None]
+    low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
+    x0, x1 = _probability(low_half(low), lse, factor, HARDWARE), _probability(high_half(low), lse, factor, HARDWARE)
+    x2, x3 = _probability(low_half(high), lse, factor, HARDWARE), _probability(high_half(high), lse, factor, HARDWARE)
+    return pack_bf16(x0, x1, HARDWARE), pack_bf16(x2, x3, HARDWARE)
+
+
+@triton.jit
+def _label_rows(lse_ptr, factor_ptr, label_ptr, picked_ptr, scale, row, rows, HARDWARE: tl.constexpr):
+    """(label, gradient at the label) of 32 rows."""
+    ok = row < rows
+    lse, factor = tl.load(lse_ptr + row, mask=ok, other=0.0), tl.load(factor_ptr + row, mask=ok, other=0.0) * scale
+    p = _probability(tl.load(picked_ptr + row, mask=ok, other=0.0), lse, factor, HARDWARE)
+    return tl.load(label_ptr + row, mask=ok, other=-1).to(tl.int32), p - scale
 
 
 @triton.jit
 def _softmax_gradient(
-    x_ptr, lse_ptr, factor_ptr, label_ptr, scale_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, rows, cols, words_per_row_t,
-    HARDWARE: tl.constexpr,
+    x_ptr, lse_ptr, factor_ptr, label_ptr, picked_ptr, scale_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, rows, cols, words_per_row_t,
+    FULL: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """One 128x128 block of scale * (factor * softmax - onehot), in row form and transposed form (tiles along rows).
 
-    x as int64 words of four BF16, q and qt as int32 words of four codes. Rows past the end are zero in the transposed form.
+    x as int64 words of four BF16, q and qt as int32 words of four codes. Rows past the end are zero in the transposed form. Few
+    blocks hold a label, so its column is put in afterwards, in those alone.
     """
     rb, cb = tl.program_id(0), tl.program_id(1)
-    word = cb * 32 + tl.arange(0, 32)
-    words = cols // 4
-    ok = word < words
-    row = rb * 128 + 4 * tl.arange(0, 32)
-    scale = tl.load(scale_ptr)
-    a0, a1, a2, a3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row, rows, words, word, ok, HARDWARE)
-    b0, b1, b2, b3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 1, rows, words, word, ok, HARDWARE)
-    c0, c1, c2, c3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 2, rows, words, word, ok, HARDWARE)
-    d0, d1, d2, d3 = _gradient_row(x_ptr, lse_ptr, factor_ptr, label_ptr, scale, row + 3, rows, words, word, ok, HARDWARE)
-    store_rows(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, words, word, ok, rows,
-               a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
-    store_columns(qt_ptr, sit_ptr + rb.to(tl.int64) * cols, cb * 128, rb, cols, words_per_row_t,
-                  a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3, HARDWARE)  # fmt: skip
+    word, row = cb * 32 + tl.arange(0, 32), rb * 128 + 4 * tl.arange(0, 32)
+    words, scale = cols // 4, tl.load(scale_ptr)
+    lo0, hi0 = _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row, rows, words, word, FULL, HARDWARE)
+    lo1, hi1 = _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row + 1, rows, words, word, FULL, HARDWARE)
+    lo2, hi2 = _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row + 2, rows, words, word, FULL, HARDWARE)
+    lo3, hi3 = _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row + 3, rows, words, word, FULL, HARDWARE)
+    every = rb * 128 + tl.arange(0, 128)
+    column = tl.load(label_ptr + every, mask=every < rows, other=-1) - cb * 128
+    if tl.max(((column >= 0) & (column < 128)).to(tl.int32), 0) > 0:
+        label, value = _label_rows(lse_ptr, factor_ptr, label_ptr, picked_ptr, scale, row, rows, HARDWARE)
+        lo0, hi0 = _with_label(lo0, hi0, value, label, word, HARDWARE)
+        label, value = _label_rows(lse_ptr, factor_ptr, label_ptr, picked_ptr, scale, row + 1, rows, HARDWARE)
+        lo1, hi1 = _with_label(lo1, hi1, value, label, word, HARDWARE)
+        label, value = _label_rows(lse_ptr, factor_ptr, label_ptr, picked_ptr, scale, row + 2, rows, HARDWARE)
+        lo2, hi2 = _with_label(lo2, hi2, value, label, word, HARDWARE)
+        label, value = _label_rows(lse_ptr, factor_ptr, label_ptr, picked_ptr, scale, row + 3, rows, HARDWARE)
+        lo3, hi3 = _with_label(lo3, hi3, value, label, word, HARDWARE)
+    store_row_form(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, rows, words, word,
+                   lo0, hi0, lo1, hi1, lo2, hi2, lo3, hi3, FULL, HARDWARE)  # fmt: skip
+    store_column_form(qt_ptr, sit_ptr + rb.to(tl.int64) * cols, cb * 128, rb, cols, words_per_row_t,
+                      lo0, hi0, lo1, hi1, lo2, hi2, lo3, hi3, 32, FULL, HARDWARE)  # fmt: skip
 
 
 @triton.jit
@@ -118,11 +146,11 @@ def statistics(logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def gradient(
-    logits_CV: Tensor, lse_C: Tensor, factor_C: Tensor, label_C: Tensor, scale: Tensor
+    logits_CV: Tensor, lse_C: Tensor, factor_C: Tensor, label_C: Tensor, picked_C: Tensor, scale: Tensor
 ) -> tuple[Quantized, Quantized]:
     """scale * (factor * softmax - onehot(label)) of BF16 logits: ([C, V], transposed [V, Cp] tiled along rows), E4M3.
 
-    factor is zero (and label `NO_LABEL`) where the row is ignored.
+    factor is zero (and label `NO_LABEL`) where the row is ignored; picked is the logit at the label, from `statistics`.
     """
     rows, cols = logits_CV.shape
     assert cols % 4 == 0, f"vocabulary {cols} is not a multiple of 4"
@@ -131,8 +159,9 @@ def gradient(
     q_t = _empty_fp8(cols, rows_p, like=logits_CV)
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=logits_CV.device)
     _softmax_gradient[(rows_p // BLOCK, cdiv(cols, BLOCK))](
-        logits_CV.view(torch.int64), lse_C, factor_C, label_C, scale, q.view(torch.int32), si, q_t.view(torch.int32), si_t,
-        rows, cols, rows_p // 4, HARDWARE=not INTERPRETED, num_warps=GRADIENT_WARPS,
+        logits_CV.view(torch.int64), lse_C, factor_C, label_C, picked_C, scale, q.view(torch.int32), si, q_t.view(torch.int32),
+        si_t, rows, cols, rows_p // 4, FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED,
+        num_warps=GRADIENT_WARPS,
     )  # fmt: skip
     return Quantized(q, si, (1, BLOCK)), Quantized(q_t, si_t.t(), (1, BLOCK))
 

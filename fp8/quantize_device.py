@@ -122,44 +122,6 @@ def shift_word(word, k, HARDWARE: tl.constexpr):
         return out | (shift_code((word >> 16) & 0xFF, k) << 16) | (shift_code((word >> 24) & 0xFF, k) << 24)
 
 
-# ---------------------------------------------------------------- pairs of BF16 in a word
-
-
-@triton.jit
-def low_half(pair):
-    """The first BF16 of a word, as fp32."""
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_half(pair):
-    """The second BF16 of a word, as fp32."""
-    upper: tl.constexpr = -65536  # 0xFFFF0000
-    return (pair & upper).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def max_pairs(a, b, HARDWARE: tl.constexpr):
-    """Larger magnitude in each half of two words of BF16 pairs, signs dropped; NaN wins."""
-    a = a & 0x7FFF7FFF
-    b = b & 0x7FFF7FFF
-    if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
-
-
-@triton.jit
-def pack_pairs(lo, hi, multiplier, HARDWARE: tl.constexpr):
-    """Two words of BF16 pairs times `multiplier` -> a word of four codes."""
-    low = pack4(
-        low_half(lo) * multiplier, high_half(lo) * multiplier, low_half(hi) * multiplier, high_half(hi) * multiplier, HARDWARE
-    )
-    return low
-
-
 @triton.jit
 def max4(a, b, c, d):
     """fp32 bits of the largest magnitude of four tensors; NaN wins."""

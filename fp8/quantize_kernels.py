@@ -9,24 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.block_forms import pack_bf16, store_column_form, store_row_form
 from fp8.launch import cdiv
-from fp8.quantize_device import (
-    abs_bits,
-    encode_bytes,
-    flatten4,
-    high_half,
-    join4,
-    load_row,
-    low_half,
-    max4,
-    max_pairs,
-    pack4,
-    pack_pairs,
-    pow2_scale,
-    split4,
-    store_transposed,
-    unpack4,
-)
+from fp8.quantize_device import abs_bits, encode_bytes, load_row, pow2_scale, unpack4
 from fp8.quantized import Quantized
 
 BLOCK = 128
@@ -68,19 +53,10 @@ def _quantize_blocks(x_ptr, q_ptr, si_ptr, rows, cols, HARDWARE: tl.constexpr):
     tl.store(si_ptr + (e * tl.num_programs(1) + rb) * tl.num_programs(0) + cb, inverse)
 
 
-@triton.jit
-def _column_scales(sit_ptr, cb, rb, cols, bits, WORDS: tl.constexpr):
-    """Multipliers of columns 4w + 0..3 from the bits of [group, word, 2, 2]; stores the inverses."""
-    multiplier, inverse = pow2_scale(tl.max(bits, 0))
-    col = cb * (4 * WORDS) + tl.arange(0, 4 * WORDS)
-    tl.store(sit_ptr + rb.to(tl.int64) * cols + col, flatten4(inverse, WORDS), mask=col < cols)
-    return split4(multiplier)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_transposed(
     x_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t,
-    BOTH: tl.constexpr, WORDS: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
+    BOTH: tl.constexpr, WORDS: tl.constexpr, LIVE: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """128 rows x 4 * WORDS columns (128 with BOTH): the transposed form, tiles along rows, and with BOTH the row form.
 
@@ -96,49 +72,36 @@ def _quantize_transposed(
     ok = word < words
     row = rb * 128 + 4 * tl.arange(0, 32)
     offset = row.to(tl.int64)[:, None] * words + word[None, :]
-    x0 = load_row(x_ptr + offset, row, rows, ok)
-    x1 = load_row(x_ptr + offset + words, row + 1, rows, ok)
-    x2 = load_row(x_ptr + offset + 2 * words, row + 2, rows, ok)
-    x3 = load_row(x_ptr + offset + 3 * words, row + 3, rows, ok)
+    x = x_ptr + offset
+    if FULL:
+        x0, x1, x2, x3 = tl.load(x), tl.load(x + words), tl.load(x + 2 * words), tl.load(x + 3 * words)
+    else:
+        x0, x1 = load_row(x, row, rows, ok), load_row(x + words, row + 1, rows, ok)
+        x2, x3 = load_row(x + 2 * words, row + 2, rows, ok), load_row(x + 3 * words, row + 3, rows, ok)
     a0, a1, a2, a3 = x0.to(tl.int32), x1.to(tl.int32), x2.to(tl.int32), x3.to(tl.int32)  # columns 4w, 4w + 1
     b0, b1, b2, b3 = (x0 >> 32).to(tl.int32), (x1 >> 32).to(tl.int32), (x2 >> 32).to(tl.int32), (x3 >> 32).to(tl.int32)
     if BOTH:
-        peaks = join4(
-            max_pairs(a0, b0, HARDWARE), max_pairs(a1, b1, HARDWARE), max_pairs(a2, b2, HARDWARE), max_pairs(a3, b3, HARDWARE)
+        store_row_form(
+            q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, rows, words, word, a0, b0, a1, b1, a2, b2, a3, b3, FULL, HARDWARE
         )
-        multiplier, inverse = pow2_scale(tl.max(tl.maximum(peaks & 0xFFFF, peaks >> 16), 1) << 16)
-        rows_all = rb * 128 + tl.arange(0, 128)
-        tl.store(si_ptr + cb.to(tl.int64) * rows + rows_all, flatten4(inverse, 32), mask=rows_all < rows)
-        m0, m1, m2, m3 = split4(multiplier)
-        q = q_ptr + offset
-        tl.store(q, pack_pairs(a0, b0, m0[:, None], HARDWARE), mask=(row < rows)[:, None] & ok[None, :])
-        tl.store(q + words, pack_pairs(a1, b1, m1[:, None], HARDWARE), mask=(row + 1 < rows)[:, None] & ok[None, :])
-        tl.store(q + 2 * words, pack_pairs(a2, b2, m2[:, None], HARDWARE), mask=(row + 2 < rows)[:, None] & ok[None, :])
-        tl.store(q + 3 * words, pack_pairs(a3, b3, m3[:, None], HARDWARE), mask=(row + 3 < rows)[:, None] & ok[None, :])
-    a = max_pairs(max_pairs(a0, a1, HARDWARE), max_pairs(a2, a3, HARDWARE), HARDWARE)
-    b = max_pairs(max_pairs(b0, b1, HARDWARE), max_pairs(b2, b3, HARDWARE), HARDWARE)
-    bits = join4((a & 0xFFFF) << 16, (a >> 16) << 16, (b & 0xFFFF) << 16, (b >> 16) << 16)
-    c0, c1, c2, c3 = _column_scales(sit_ptr, cb, rb, cols, bits, WORDS)
-    c0, c1, c2, c3 = c0[None, :], c1[None, :], c2[None, :], c3[None, :]
-    w0 = pack4(low_half(a0) * c0, low_half(a1) * c0, low_half(a2) * c0, low_half(a3) * c0, HARDWARE)
-    w1 = pack4(high_half(a0) * c1, high_half(a1) * c1, high_half(a2) * c1, high_half(a3) * c1, HARDWARE)
-    w2 = pack4(low_half(b0) * c2, low_half(b1) * c2, low_half(b2) * c2, low_half(b3) * c2, HARDWARE)
-    w3 = pack4(high_half(b0) * c3, high_half(b1) * c3, high_half(b2) * c3, high_half(b3) * c3, HARDWARE)
-    store_transposed(qt_ptr, cb, rb, cols, words_per_row_t, w0, w1, w2, w3, WORDS)
+    store_column_form(
+        qt_ptr, sit_ptr + rb.to(tl.int64) * cols, cb * (4 * WORDS), rb, cols, words_per_row_t,
+        a0, b0, a1, b1, a2, b2, a3, b3, WORDS, FULL, HARDWARE,
+    )  # fmt: skip
 
 
 @triton.jit
-def _load_scaled(ptr, si_ptr, row, rows, words_ok, HARDWARE: tl.constexpr):
-    """Four neighbouring E4M3 columns of each row, times the row's inverse scale, as fp32 tensors."""
-    x0, x1, x2, x3 = unpack4(load_row(ptr, row, rows, words_ok), HARDWARE)
-    scale = tl.load(si_ptr + row, mask=row < rows, other=0.0)[:, None]
-    return x0 * scale, x1 * scale, x2 * scale, x3 * scale
+def scaled_pairs(word, scale, HARDWARE: tl.constexpr):
+    """Words of four E4M3 codes times their row's scale, as two pairs of BF16: exact, since a code has four significant bits."""
+    x0, x1, x2, x3 = unpack4(word, HARDWARE)
+    scale = scale[:, None]
+    return pack_bf16(x0 * scale, x1 * scale, HARDWARE), pack_bf16(x2 * scale, x3 * scale, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _retile_transposed(
     q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t,
-    WORDS: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
+    WORDS: tl.constexpr, LIVE: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """128 rows x 4 * WORDS columns of row-tiled codes (int32 words), quantised anew in tiles along rows, transposed."""
     cb, rb = tl.program_id(0), tl.program_id(1)
@@ -147,22 +110,26 @@ def _retile_transposed(
             return
     words = cols // 4
     word = cb * WORDS + tl.arange(0, WORDS)
-    ok = word < words
     row = rb * 128 + 4 * tl.arange(0, 32)
-    src = q_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
-    si = si_ptr + (cb * WORDS // 32).to(tl.int64) * rows
-    a0, a1, a2, a3 = _load_scaled(src, si, row, rows, ok, HARDWARE)
-    b0, b1, b2, b3 = _load_scaled(src + words, si, row + 1, rows, ok, HARDWARE)
-    c0, c1, c2, c3 = _load_scaled(src + 2 * words, si, row + 2, rows, ok, HARDWARE)
-    d0, d1, d2, d3 = _load_scaled(src + 3 * words, si, row + 3, rows, ok, HARDWARE)
-    bits = join4(max4(a0, b0, c0, d0), max4(a1, b1, c1, d1), max4(a2, b2, c2, d2), max4(a3, b3, c3, d3))
-    m0, m1, m2, m3 = _column_scales(sit_ptr, cb, rb, cols, bits, WORDS)
-    m0, m1, m2, m3 = m0[None, :], m1[None, :], m2[None, :], m3[None, :]
-    w0 = pack4(a0 * m0, b0 * m0, c0 * m0, d0 * m0, HARDWARE)
-    w1 = pack4(a1 * m1, b1 * m1, c1 * m1, d1 * m1, HARDWARE)
-    w2 = pack4(a2 * m2, b2 * m2, c2 * m2, d2 * m2, HARDWARE)
-    w3 = pack4(a3 * m3, b3 * m3, c3 * m3, d3 * m3, HARDWARE)
-    store_transposed(qt_ptr, cb, rb, cols, words_per_row_t, w0, w1, w2, w3, WORDS)
+    q = q_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
+    si = si_ptr + (cb * WORDS // 32).to(tl.int64) * rows + row
+    if FULL:
+        w0, w1, w2, w3 = tl.load(q), tl.load(q + words), tl.load(q + 2 * words), tl.load(q + 3 * words)
+        s0, s1, s2, s3 = tl.load(si), tl.load(si + 1), tl.load(si + 2), tl.load(si + 3)
+    else:
+        ok = word < words
+        w0, w1 = load_row(q, row, rows, ok), load_row(q + words, row + 1, rows, ok)
+        w2, w3 = load_row(q + 2 * words, row + 2, rows, ok), load_row(q + 3 * words, row + 3, rows, ok)
+        s0, s1 = tl.load(si, mask=row < rows, other=0.0), tl.load(si + 1, mask=row + 1 < rows, other=0.0)
+        s2, s3 = tl.load(si + 2, mask=row + 2 < rows, other=0.0), tl.load(si + 3, mask=row + 3 < rows, other=0.0)
+    lo0, hi0 = scaled_pairs(w0, s0, HARDWARE)
+    lo1, hi1 = scaled_pairs(w1, s1, HARDWARE)
+    lo2, hi2 = scaled_pairs(w2, s2, HARDWARE)
+    lo3, hi3 = scaled_pairs(w3, s3, HARDWARE)
+    store_column_form(
+        qt_ptr, sit_ptr + rb.to(tl.int64) * cols, cb * (4 * WORDS), rb, cols, words_per_row_t,
+        lo0, hi0, lo1, hi1, lo2, hi2, lo3, hi3, WORDS, FULL, HARDWARE,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- launchers
@@ -215,8 +182,8 @@ def quantize_transposed(
     words, warps = LAUNCH["both" if both else "transposed"]
     _quantize_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
         x_RC.view(torch.int64), q.view(torch.int32), si, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
-        rows, cols, rows_p // 4, BOTH=both, WORDS=words, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
-        num_warps=warps,
+        rows, cols, rows_p // 4, BOTH=both, WORDS=words, LIVE=live_B is not None,
+        FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return (Quantized(q, si, (1, BLOCK)) if both else None), Quantized(q_t, si_t.t(), (1, BLOCK))
 
@@ -230,7 +197,7 @@ def retile_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantize
     words, warps = LAUNCH["retile"]
     _retile_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
         q_RC.data.view(torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
-        rows, cols, rows_p // 4, WORDS=words, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
-        num_warps=warps,
+        rows, cols, rows_p // 4, WORDS=words, LIVE=live_B is not None,
+        FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return Quantized(q_t, si_t.t(), (1, BLOCK))

@@ -112,13 +112,13 @@ def router_cases(t: int, c: ModelConfig) -> Iterator[Case]:
 def head_cases(chunk: int, c: ModelConfig) -> Iterator[Case]:
     v = c.vocab_size
     logits, label = random(chunk, v), torch.randint(0, v, (chunk,), device="cuda")
-    peak, total, _ = cross_entropy_kernels.statistics(logits, label)
+    peak, total, picked = cross_entropy_kernels.statistics(logits, label)
     lse, one, scale = peak + total.log(), torch.ones_like(peak), torch.tensor(1e-4, device="cuda")
     yield f"softmax statistics, {chunk} tokens", lambda: cross_entropy_kernels.statistics(logits, label), 2 * chunk * v
     for warps in (8, 16):
         def run(warps: int = warps) -> None:
             cross_entropy_kernels.GRADIENT_WARPS = warps
-            cross_entropy_kernels.gradient(logits, lse, one, label, scale)
+            cross_entropy_kernels.gradient(logits, lse, one, label, picked, scale)
         yield f"softmax gradient -> row + column FP8, {warps} warps", run, 4 * chunk * v + chunk * v // 16
 
 

@@ -43,12 +43,12 @@ CASES = [
     (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, R=64, ROWS=32, ROUND=True, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, R=64, ROWS=16, STAGES=3, ROUND=True, **ON), 4),
     (swiglu_kernels, "_swiglu_quantize", {}, dict(ROWS=32, STORED=False, WEIGHTED=True, LIVE=True, **ON), 4),
-    (swiglu_kernels, "_swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, **ON), 16),
+    (swiglu_kernels, "_swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, FULL=True, **ON), 8),
     (permute_kernels, "_gather_rows", {"x_ptr": "*i32", "y_ptr": "*i32"}, dict(K=8, ROWS=16, WORDS=512, SCALES=16, LIVE=True), 4),
     (permute_kernels, "_sum_rows", {"out_ptr": "*bf16"}, dict(K=8, COLS=2048, PLUS=False, ROUND=True, **ON), 4),
     (route_kernels, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, ROWS=8, COUNT=True), 4),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
-    (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(**ON), 8),
+    (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 8),
     (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64), 4),
 ]  # fmt: skip
 
