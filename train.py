@@ -82,7 +82,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     set_gradient_format(model, gradient_format(optim, config.fp8.level))
     states = optimizer_states(optim, config.fp8.level)
     betas = optim.beta1, optim.beta2
-    attach_auto_scale(model, mesh, parallel.grad_wire)
+    attach_auto_scale(model, mesh, parallel.grad_wire, parallel.simulated_ranks)
     adamw = *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload
     optimizer = make_optimizer(model, mesh, parallel.zero, parallel.zero_partition, parallel.overlap_gather, *adamw)
     identity = tokenizer.fingerprint, train_data.fingerprint
@@ -104,7 +104,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     flops = flops_per_token(config.model, data.seq_len)
     throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
     options = config.model.bias_update_rate, phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
-    wires = parallel.grad_rounding, parallel.zero
+    wires = parallel.grad_rounding, parallel.zero, parallel.simulated_ranks
     take_step = TrainStep(model, optimizer, mesh, optim, *options, guard, *wires, config.model.bias_warmup_steps)
     resources = Resources(model, optimizer, mesh, done)
     window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)

@@ -63,11 +63,11 @@ class AutoScale(nn.Module):
         self.mu.copy_(self._before)
 
 
-def attach_auto_scale(model: nn.Module, mesh: Mesh, wire: str) -> None:
+def attach_auto_scale(model: nn.Module, mesh: Mesh, wire: str, simulated_ranks: int = 0) -> None:
     """Gives the model a `grad_scale` where `parallel.grad_wire` is "fp8_lm"; before a checkpoint is loaded."""
     if wire == "fp8_lm":
         device = next(iter(model.buffers())).device
-        model.grad_scale = AutoScale(mesh.world.size, device)
+        model.grad_scale = AutoScale(simulated_ranks or mesh.world.size, device)
 
 
 def scale_of(grad: Tensor) -> Tensor:
@@ -83,6 +83,11 @@ def add_codes(codes_NF: Tensor) -> Tensor:
     for codes in codes_NF[1:]:
         total = cast_fp8(total.float() + codes.float(), E4M3)
     return total
+
+
+def num_saturated(codes: Tensor) -> Tensor:
+    """0-dim: elements at FP8's maximum."""
+    return ((codes.view(torch.uint8) & 0x7F) == 0x7E).sum()
 
 
 @dataclass(eq=False)
@@ -123,7 +128,7 @@ class SharedScaleBucket(OwnerBucket):
     def _sum(self) -> None:
         arrived, self._arriving, self._sent = self._arriving.wait(), None, None
         codes = add_codes(arrived.view(self.axis.size, -1))
-        self.auto.counts[0] += ((codes.view(torch.uint8) & 0x7F) == 0x7E).sum()
+        self.auto.counts[0] += num_saturated(codes)
         self.auto.counts[1] += codes.numel()
         low, high = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
         if self.shared:

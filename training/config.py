@@ -67,6 +67,8 @@ class ParallelConfig:
     zero: int = 1
     overlap_gather: bool = True  # sharded: new weights arrive under the next forward
     zero_partition: Literal["rows", "tensors"] = "rows"  # cut between 128-row blocks, or whole tensors by size
+    # One process: gradients are rounded and added as by so many ranks, each micro-batch of a step being one; 0: not at all
+    simulated_ranks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ class LogConfig:
     project: str = "octet"
     entity: str | None = None
     progress: bool = True  # a bar, on a terminal
+    reference: str | None = None  # folder of a run; gap/loss and gap/val_loss are the differences to its losses, in percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +185,12 @@ class Config:
                 f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch} "
                 f"x {dp} data-parallel ranks = {train.micro_batch * dp}"
             )
+        simulated, parts = parallel.simulated_ranks, train.global_batch / max(train.micro_batch, 1)
+        if simulated and (world_size > 1 or parts != simulated):
+            found.append(
+                f"parallel.simulated_ranks={simulated} needs one process and as many micro-batches a step; here are {world_size} "
+                f"processes and train.global_batch / train.micro_batch = {parts:g}"
+            )
         level = self.fp8.level
         low = optimizer_states(optim, level) != States() or gradient_format(optim, level) != "fp32"
         if self.fp8.name == "fp32" and low:
@@ -207,6 +216,7 @@ _RANGES = (
     ("train.log_every", 1, _ANY),
     ("train.timeout_s", 1, _ANY),
     ("parallel.zero", 0, 2),
+    ("parallel.simulated_ranks", 0, _ANY),
     ("optim.lr", 0, _ANY),
     ("optim.warmup_steps", 0, _ANY),
     ("optim.decay_steps", 0, _ANY),

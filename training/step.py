@@ -82,13 +82,14 @@ class TrainStep:
         guard: Guard | None = None,
         grad_rounding: str = "nearest",
         zero: int = 0,
+        simulated_ranks: int = 0,
         bias_warmup_steps: int = 0,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
         self.bias_rate, self.bias_warmup_steps, self.phases = bias_rate, bias_warmup_steps, phases
         self.weights = list(weights(model))
         mu = getattr(model, "grad_scale", None)
-        self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero, mu)
+        self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero, mu, simulated_ranks)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
         self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None

@@ -1,4 +1,4 @@
-"""Bad steps where states, gradients and weights are sharded: seen by all ranks, nothing moves, the run goes on as if they had not been."""
+"""Bad steps where states and weights are sharded: all ranks see them, nothing moves, the run goes on as if they had not been."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_4_a_bad_step_moves_nothing_anywhere_and_leaves_no_trace(how: str) -> No
 @pytest.mark.distributed
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_policies_with_everything_sharded(base: Path, tmp_path: Path, policy: str) -> None:  # noqa: F811
-    """`train.py` on two ranks, ZeRO-2, the default wires; rank 1's gradient is NaN once, at step 4. Replicas are compared at every step."""
+    """`train.py` on two ranks, ZeRO-2, the default wires; a gradient of rank 1 is NaN once. Replicas are compared at every step."""
     script = tmp_path / "one.py"
     script.write_text(
         "import math, os, sys\n"

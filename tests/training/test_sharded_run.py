@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+import train
 from tests.helpers import run_train
 from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import losses, tensors_of
+from tests.training.test_train_loop import config_of, losses, tensors_of
+from training.errors import UserError
 from training.metrics import read_metrics
 from training.run_state import whole_checkpoints
 
@@ -53,3 +56,24 @@ def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path
         assert done.returncode == 0, done.stdout + done.stderr
         mu = tensors_of(whole_checkpoints(tmp_path)[-1])["state.grad_scale.scales.mu"].item()
         assert mu == pytest.approx(0.5 * 2 ** (steps / 1000), rel=1e-12)  # no step saturates
+
+
+@pytest.mark.distributed
+def test_a_run_of_simulated_ranks_is_the_run_of_so_many(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Two ranks, and one process that rounds as they do: the same masters in the end, bit for bit."""
+    options = [
+        "fp8.health_every=0",
+        "eval.samples=0",
+        "train.micro_batch=2",
+        "train.steps=4",
+        "optim.clip=0",
+        "optim.warmup_steps=1",
+    ]
+    done = run_train("--config", str(base / "run.yaml"), *options, f"run.dir={tmp_path / 'two'}", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert train.run(config_of(base, tmp_path / "one", *options, "parallel.simulated_ranks=2")) == 0
+    two, one = (tensors_of(whole_checkpoints(tmp_path / name)[-1]) for name in ("two", "one"))
+    assert [n for n in one if n.startswith(("master", "exp_avg", "expert_bias")) and not torch.equal(one[n], two[n])] == []
+    assert losses(tmp_path / "one")[4][:3] == pytest.approx(losses(tmp_path / "two")[4][:3], rel=1e-6)
+    with pytest.raises(UserError, match="parallel.simulated_ranks=2 needs one process .* 4"):
+        config_of(base, tmp_path, "parallel.simulated_ranks=2", "train.micro_batch=1")
