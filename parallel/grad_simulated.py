@@ -1,8 +1,8 @@
 """One process that reduces gradients as several ranks would: what a wire loses, without the wire.
 
 Each micro-batch of a step stands for a rank. Its gradient is rounded as that rank would send it, and the parts are added as their
-owners would add them, so the sums are those of so many ranks bit for bit (tests/parallel/test_grad_simulated.py). Nothing travels and no
-state is sharded: who owns what changes no bit.
+owners would add them, so the sums are those of so many ranks bit for bit (tests/parallel/test_grad_simulated.py). Nothing travels
+and no state is sharded: who owns what changes no bit.
 
     fp32        as they are, added in rank order
     bf16        rounded to BF16, added in FP32

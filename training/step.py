@@ -162,12 +162,12 @@ class TrainStep:
                 weight.last_microbatch = self.reducer.each_microbatch or i == len(batches) - 1
             if self.graphed is not None and self.graphed.takes(batch.tokens_BS, batch.cu_seqlens):
                 with self.phases("forward"):  # and backward, in the same launch
-                    results.append(self.graphed(batch.tokens_BS, batch.labels_BS, num_valid))
-                continue
-            with self.phases("forward"):
-                losses = forward(self.model, batch, num_valid)
-            with self.phases("backward"):
-                losses.total.backward()
+                    losses = self.graphed(batch.tokens_BS, batch.labels_BS, num_valid)
+            else:
+                with self.phases("forward"):
+                    losses = forward(self.model, batch, num_valid)
+                with self.phases("backward"):
+                    losses.total.backward()
             if self.reducer.each_microbatch and i < len(batches) - 1:
                 self.reducer.finish(last=False)
             results.append(losses)
