@@ -15,7 +15,7 @@ from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 STATISTICS_COLS, STATISTICS_WARPS = 2048, 8
-GRADIENT_WARPS = 8
+GRADIENT_WARPS, GRADIENT_REGISTERS = 8, None
 NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
 
 
@@ -161,7 +161,7 @@ def gradient(
     _softmax_gradient[(rows_p // BLOCK, cdiv(cols, BLOCK))](
         logits_CV.view(torch.int64), lse_C, factor_C, label_C, picked_C, scale, q.view(torch.int32), si, q_t.view(torch.int32),
         si_t, rows, cols, rows_p // 4, FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED,
-        num_warps=GRADIENT_WARPS,
+        num_warps=GRADIENT_WARPS, maxnreg=GRADIENT_REGISTERS,
     )  # fmt: skip
     return Quantized(q, si, (1, BLOCK)), Quantized(q_t, si_t.t(), (1, BLOCK))
 

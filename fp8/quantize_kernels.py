@@ -16,10 +16,10 @@ from fp8.quantized import Quantized
 
 BLOCK = 128
 INTERPRETED = triton.knobs.runtime.interpret
-LAUNCH = {  # (words, num_warps) of the transposing kernels: what keeps enough blocks in flight (tools.bench kernels)
-    "transposed": (32, 4),
-    "both": (32, 8),
-    "retile": (16, 2),
+LAUNCH = {  # (words, num_warps, registers) of the transposing kernels: what keeps enough blocks in flight (tools.bench kernels)
+    "transposed": (32, 4, None),
+    "both": (32, 8, None),
+    "retile": (16, 2, None),
 }
 
 # ---------------------------------------------------------------- kernels
@@ -179,11 +179,11 @@ def quantize_transposed(
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=x_RC.device)
     q = _empty_fp8(rows, cols, like=x_RC) if both else q_t
     si = _row_scales(rows, cols, x_RC) if both else si_t
-    words, warps = LAUNCH["both" if both else "transposed"]
+    words, warps, registers = LAUNCH["both" if both else "transposed"]
     _quantize_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
         x_RC.view(torch.int64), q.view(torch.int32), si, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, rows_p // 4, BOTH=both, WORDS=words, LIVE=live_B is not None,
-        FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps,
+        FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return (Quantized(q, si, (1, BLOCK)) if both else None), Quantized(q_t, si_t.t(), (1, BLOCK))
 
@@ -194,10 +194,10 @@ def retile_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantize
     rows_p = cdiv(rows, BLOCK) * BLOCK
     q_t = _empty_fp8(cols, rows_p, like=q_RC.data)
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=q_RC.device)
-    words, warps = LAUNCH["retile"]
+    words, warps, registers = LAUNCH["retile"]
     _retile_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
         q_RC.data.view(torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, rows_p // 4, WORDS=words, LIVE=live_B is not None,
-        FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps,
+        FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return Quantized(q_t, si_t.t(), (1, BLOCK))
