@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-FILES = ("payload", "grad_wire")
+FILES = ("payload", "grad_wire", "send_plan")
 
 
 def test_kernels_in_the_interpreter() -> None:
