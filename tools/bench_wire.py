@@ -30,7 +30,7 @@ from fp8.recipe import Recipe
 from fp8.route import select_experts
 from fp8.weight import Weight
 from parallel.collectives import all_gather, all_reduce, all_to_all, start_exchange
-from parallel.dispatch import DispatchPlan, combine_rows, dispatch, dispatch_rows, start_plan
+from parallel.dispatch import DispatchPlan, combine_rows, dispatch, start_dispatch_rows, start_plan
 from parallel.grad_auto_scale import AutoScale, SharedScaleBucket
 from parallel.grad_wire import OwnerBucket, even_bounds
 from parallel.mesh import Axis, Mesh
@@ -112,7 +112,7 @@ def token_legs(args: argparse.Namespace, timer: WireTimer, tokens: int, axis: Ax
         wire = timer(lambda packed=packed, plan=plan: all_to_all(packed, axis, "bench", plan.send, plan.recv))
         calls = {
             "dispatch x": lambda q: dispatch(q, weights, start_plan(ids, args.experts, axis)),
-            "dispatch dY": lambda q, plan=plan: dispatch_rows(q, plan),
+            "dispatch dY": lambda q, plan=plan: start_dispatch_rows(q, plan)(),
         }
         for leg, call in calls.items():
             nbytes = sent_by(axis, lambda call=call, ready=ready: call(ready))
