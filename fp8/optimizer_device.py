@@ -8,10 +8,11 @@ import math
 import triton
 import triton.language as tl
 
-from fp8.quantize_device import abs_bits, decode
+from fp8.quantize_device import abs_bits, decode, encode, encode_bytes
 from fp8.state_codecs import FIELDS, MIN_FP16
 
 MASTER_BITS, V_BITS, M_BITS = (tl.constexpr(FIELDS[role]) for role in ("master", "exp_avg_sq", "exp_avg"))
+KEPT = tl.constexpr(-(1 << 13))  # of fp32 bits: what fp16 has a place for
 MIN_FP16_BITS = tl.constexpr((127 + int(math.log2(MIN_FP16))) << 23)  # its bits
 
 
@@ -50,12 +51,6 @@ def dither(word, FIELD: tl.constexpr, DROPPED: tl.constexpr):
         return ((word >> (FIELD[0] - rest)) & mask) | half
     else:
         return ((word << (rest - FIELD[0])) & mask) | half
-
-
-@triton.jit
-def cut(x, noise, DROPPED: tl.constexpr):
-    mask: tl.constexpr = -(1 << DROPPED)
-    return float_of((x.to(tl.int32, bitcast=True) + noise) & mask)
 
 
 @triton.jit
@@ -102,6 +97,31 @@ def store_scales(ptr, offset, scale, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def half_toward_zero(x, HARDWARE: tl.constexpr):
+    """fp32 -> fp16, the neighbour nearer to zero."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise("cvt.rz.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        x = float_of(x.to(tl.int32, bitcast=True) & KEPT)
+        small = (x * 16777216.0).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # steps of 2^-24
+        return tl.where(tl.abs(x) < 0.00006103515625, small, x).to(tl.float16)
+
+
+@triton.jit
+def codes_of_halves(half, multiplier, HARDWARE: tl.constexpr):
+    """E4M3 codes of half * multiplier; a power of two that leaves no more than 448."""
+    if HARDWARE:
+        pair = multiplier.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) * 0x10001
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; .reg .b32 a, b; mul.rn.f16x2 a, $1, $3; mul.rn.f16x2 b, $2, $3; "
+            "cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $0, {lo, hi}; }",
+            "=r,r,r,r,r,r,r", [half, pair], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return encode(half.to(tl.float32) * multiplier).to(tl.uint8)
+
+
+@triton.jit
 def load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE: tl.constexpr):
     """exp_avg * factor; a power-of-two scale may go into the factor without changing the product's rounding."""
     if M == "fp8":
@@ -116,21 +136,56 @@ def load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE
 
 
 @triton.jit
+def m_scale(amax):
+    """(exponent of a group's scale, multiplier to FP16's form of E4M3)."""
+    exponent = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.where(amax > 0, tl.maximum(exponent, -120), 0)
+    exponent = tl.where(amax < 0x7F800000, exponent, 128)
+    return exponent, tl.where(exponent < 128, float_of((127 - exponent) << 23) * 0.00390625, 0.0)
+
+
+@triton.jit
+def m_codes(m, multiplier, word, HARDWARE: tl.constexpr):
+    """E4M3 codes; see state_codecs.E4M3Groups."""
+    if HARDWARE:  # two halves a word: twice their bits put codes into bytes 1 and 3, signs fall off the top
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b, c, d; .reg .b32 h, k, s, r; "
+            "mul.f32 a, $1, $5; mul.f32 b, $2, $6; mul.f32 c, $3, $7; mul.f32 d, $4, $8; "
+            "cvt.rn.f16x2.f32 h, b, a; cvt.rn.f16x2.f32 k, d, c; prmt.b32 s, h, k, 0x7531; "
+            "prmt.b32 r, $9, $10, 0x4400; and.b32 r, r, 0x00FE00FE; add.s32 h, h, h; add.s32 h, h, r; "
+            "prmt.b32 r, $11, $12, 0x4400; and.b32 r, r, 0x00FE00FE; add.s32 k, k, k; add.s32 k, k, r; "
+            "prmt.b32 h, h, k, 0x7531; lop3.b32 $0, s, 0x80808080, h, 0xEA; }",
+            "=r,f,f,f,f,f,f,f,f,r,r,r,r", [m, multiplier, word], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        half = (m * multiplier).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        code = ((half & 0x7FFF) + dither(word, M_BITS, 7)) >> 7
+        return (code | ((half >> 8) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def v_codes(bits, factor, base, word, HARDWARE: tl.constexpr):
+    """(bits * factor + base + noise) >> 20, clamped to a byte; see state_codecs.UnsignedGroups."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d, n; mad.lo.s32 a, $1, $5, $9; mad.lo.s32 b, $2, $6, $10; mad.lo.s32 c, $3, $7, $11; "
+            "mad.lo.s32 d, $4, $8, $12; and.b32 n, $13, 0x7FF00; shl.b32 n, n, 1; add.s32 a, a, n; "
+            "and.b32 n, $14, 0x7FF00; shl.b32 n, n, 1; add.s32 b, b, n; and.b32 n, $15, 0x7FF00; shl.b32 n, n, 1; add.s32 c, c, n; "
+            "and.b32 n, $16, 0x7FF00; shl.b32 n, n, 1; add.s32 d, d, n; "
+            "shr.s32 a, a, 20; shr.s32 b, b, 20; shr.s32 c, c, 20; shr.s32 d, d, 20; "
+            "cvt.pack.sat.u8.s32.b32 n, d, c, 0; cvt.pack.sat.u8.s32.b32 $0, b, a, n; }",
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [bits, factor, base, word], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        code = (bits * factor + (base + (dither(word, V_BITS, 20) - (1 << (19 - V_BITS[1]))))) >> 20
+        return tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8)
+
+
+@triton.jit
 def store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr, HARDWARE: tl.constexpr):
     if M == "fp8":
-        amax = row_amax(m, HARDWARE)
-        exponent = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.minimum(tl.maximum(exponent, -120), 126)
-        broken = amax >= 0x7F800000
-        exponent = tl.where((amax > 0) & (broken == 0), exponent, 0)
-        y = tl.abs(m) * float_of((127 - exponent) << 23)[:, None]
-        # The code as a fixed-point number with 20 fraction bits; see state_codecs.E4M3Groups.
-        steps = (y + 0.015625).to(tl.int32, bitcast=True) - (1 << 23)
-        fixed = tl.maximum(steps, y.to(tl.int32, bitcast=True)) - (120 << 23)
-        limit = tl.where(broken, 0x7F, 0x7E)
-        code = tl.minimum((fixed + dither(word, M_BITS, 20)) >> 20, limit[:, None])
-        code = code | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
-        tl.store(ptr + offset, code.to(tl.uint8))
+        exponent, multiplier = m_scale(row_amax(m, HARDWARE))
+        tl.store(ptr + offset, m_codes(m, multiplier[:, None], word, HARDWARE))
         store_scales(scale_ptr, row_offset, exponent + 127, HARDWARE)
     elif M == "bf16":
         bits = m.to(tl.int32, bitcast=True) + dither(word, M_BITS, 16)
@@ -162,13 +217,13 @@ def store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr, HARDWA
         is_fine = ((fine >= 1) & (fine <= 127) & (amin >= (fine << 23))).to(tl.int32)
         low = tl.where(is_fine > 0, fine, tl.minimum(tl.maximum(coarse, 1), 127))
         factor = is_fine + 1
-        code = (bits * factor[:, None] + (dither(word, V_BITS, 20) - ((low << 23) * factor)[:, None])) >> 20
-        tl.store(ptr + offset, tl.minimum(tl.maximum(code, 0), 255).to(tl.uint8))
+        base = (1 << (19 - V_BITS[1])) - (low << 23) * factor
+        tl.store(ptr + offset, v_codes(bits, factor[:, None], base[:, None], word, HARDWARE))
         store_scales(scale_ptr, row_offset, low | (is_fine << 7), HARDWARE)
     elif V == "fp16":
-        v = cut(v, dither(word, V_BITS, 13), 13)
-        biased, multiplier = fp16_scale(tl.max(abs_bits(v), 1))
-        code = (v * multiplier[:, None]).to(tl.float16).to(tl.int16, bitcast=True)
+        v = float_of(v.to(tl.int32, bitcast=True) + dither(word, V_BITS, 13))
+        biased, multiplier = fp16_scale(row_amax(v, HARDWARE) & KEPT)
+        code = half_toward_zero(v * multiplier[:, None], HARDWARE).to(tl.int16, bitcast=True)
         tl.store(ptr + offset, tl.where(code == 0, 1, code).to(tl.int16).to(tl.float16, bitcast=True))
         store_scales(scale_ptr, row_offset, biased, HARDWARE)
     elif V == "bf16":
@@ -179,16 +234,18 @@ def store_v(ptr, scale_ptr, offset, row_offset, v, word, V: tl.constexpr, HARDWA
 
 
 @triton.jit
-def store_master(
-    ptr, weight_ptr, offset, x, multiplier, inverse,
-    MASTER: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Master and, unless it is FP8, the weight derived from what was stored."""
+def store_master(ptr, weight_ptr, offset, x, factors, MASTER: tl.constexpr, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Master and the weight derived from what was stored. factors: of x to the stored master and back, and on to the weight."""
+    multiplier, inverse, weight_multiplier = factors
     if MASTER == "fp16":
-        half = (x * multiplier).to(tl.float16)
+        half = half_toward_zero(x * multiplier, HARDWARE)
         tl.store(ptr + offset, half)
+        if WEIGHT == "fp8":
+            tl.store(weight_ptr + offset, codes_of_halves(half, weight_multiplier, HARDWARE))
         x = half.to(tl.float32) * inverse
     else:
         tl.store(ptr + offset, x)
+        if WEIGHT == "fp8":
+            tl.store(weight_ptr + offset, encode_bytes(x * weight_multiplier, HARDWARE))
     if WEIGHT == "bf16":
         tl.store(weight_ptr + offset, round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True))

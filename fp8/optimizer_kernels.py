@@ -10,7 +10,6 @@ The limit is arithmetic as much as memory: bits are added and compared as intege
 elements, all three states from disjoint bits of its words.
 """
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from fp8.optimizer import ROLES, Hyper
 from fp8.optimizer_device import (
+    KEPT,
     MASTER_BITS,
     MIN_FP16_BITS,
-    cut,
     dither,
     exp2,
+    float_of,
     fp16_scale,
     load_m,
     load_v,
@@ -37,7 +37,7 @@ from fp8.optimizer_device import (
 )
 from fp8.philox import Draw
 from fp8.philox_kernels import draw_arguments, row_words
-from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
+from fp8.quantize_device import abs_bits, pow2_scale
 from fp8.quantize_kernels import INTERPRETED
 from fp8.recipe import BLOCK
 from fp8.state_codecs import Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedGroups
@@ -45,12 +45,10 @@ from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 # ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
-LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16, "STAGES": 1}
-# STAGES 2 loads a block while the one before is worked on, where an element's inputs have at most so many bytes.
-PREFETCH_BYTES = 8
+LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16}
 _SCALARS = [  # never a reason to compile anew
-    "blocks", "piece_rows", "piece_cols", "row_blocks", "col_blocks", "rb0", "cb0", "matrix0",
-    "quad0", "quads_per_row", "quads_per_matrix", "c1", "c2", "c3", "k0", "k1",
+    "piece_rows", "piece_cols", "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0",
+    "quads_per_row", "quads_per_matrix", "c1", "c2", "c3", "k0", "k1",
 ]  # fmt: skip
 
 
@@ -63,7 +61,7 @@ def _update_rows(
     quad, quads_per_row, draw, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
     MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """`ROWS` rows of a block from row `first` on: moments updated in place; returns the new master, on its grid."""
+    """`ROWS` rows of a block from row `first` on: moments updated in place; returns the new master, to be cut."""
     r, c = first + tl.arange(0, ROWS), tl.arange(0, 128)
     offset += r[:, None] * (col_blocks * 128) + c[None, :]
     group += r * col_blocks
@@ -80,20 +78,24 @@ def _update_rows(
     x = tl.fma(quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
     store_m(m_ptr, m_scale_ptr, offset, group, m, word, M, HARDWARE)
     store_v(v_ptr, v_scale_ptr, offset, group, v, word, V, HARDWARE)
-    if MASTER == "fp16":
-        x = cut(x, dither(word, MASTER_BITS, 13), 13)
+    if MASTER == "fp16":  # storing cuts off what lies below the noise
+        x = float_of(x.to(tl.int32, bitcast=True) + dither(word, MASTER_BITS, 13))
     return x
 
 
-@triton.jit
-def _update_block(
-    i, grad_ptr, grad_scale, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
-    piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, draw,
-    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+@triton.jit(do_not_specialize=_SCALARS)
+def _update_blocks(
+    grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
+    piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
+    c1, c2, c3, k0, k1, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
     MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Block `i` of the piece. Sizes and starts of the local matrix and of the piece within it are in blocks."""
+    """A block of the piece a program. Sizes and starts of the local matrix and of the piece within it are in blocks."""
+    grad_scale = tl.load(grad_scale_ptr)
+    if abs_bits(grad_scale) >= 0x7F800000:
+        return
+    i = tl.program_id(0)
     cb, rb, e = i % piece_cols, i // piece_cols % piece_rows, (i // piece_cols // piece_rows).to(tl.int64)
     row_block = (matrix0 + e) * row_blocks + rb0 + rb
     block = row_block * col_blocks + cb0 + cb
@@ -110,7 +112,7 @@ def _update_block(
     for j in tl.static_range(strips):
         x = _update_rows(
             j * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
-            quad, quads_per_row, draw, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+            quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
             MASTER, M, V, ROWS, NEIGHBOURS, HARDWARE,
         )  # fmt: skip
         xs = xs + (x,)
@@ -119,54 +121,22 @@ def _update_block(
         amax = tl.maximum(amax, row_amax(xs[j], HARDWARE))
     amax = tl.max(amax, 0)
 
-    multiplier, inverse = 1.0, 1.0
+    multiplier, inverse, weight_multiplier = 1.0, 1.0, 1.0
     if MASTER == "fp16":
+        amax = amax & KEPT
         biased, multiplier = fp16_scale(amax)
         inverse = exp2(biased)
         tl.store(x_scale_ptr + block, biased.to(tl.uint8))
+    if WEIGHT == "fp8":
+        kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
+        weight_multiplier, weight_inverse = pow2_scale(tl.where(kept, amax, 0))
+        weight_multiplier = tl.where(kept, weight_multiplier * inverse, 0.0)  # of a stored half
+        tl.store(weight_scale_ptr + block, weight_inverse)
     strip = offset + tl.arange(0, ROWS)[:, None] * (col_blocks * 128) + tl.arange(0, 128)[None, :]
     step = ROWS * 128 * col_blocks
+    factors = (multiplier, inverse, weight_multiplier)
     for j in tl.static_range(strips):
-        store_master(x_ptr, weight_ptr, strip + j * step, xs[j], multiplier, inverse, MASTER, WEIGHT, HARDWARE)
-    if WEIGHT == "fp8":
-        # Below 2^-28 of the block's maximum the stored fp16 was rounded once more, but FP8 has only zero there.
-        kept = (amax >= MIN_FP16_BITS) | (MASTER == "fp32")
-        multiplier, inverse = pow2_scale(tl.where(kept, amax, 0))
-        multiplier = tl.where(kept, multiplier, 0.0)
-        tl.store(weight_scale_ptr + block, inverse)
-        for j in tl.static_range(strips):
-            tl.store(weight_ptr + strip + j * step, encode_bytes(xs[j] * multiplier, HARDWARE))
-
-
-@triton.jit(do_not_specialize=_SCALARS)
-def _update_blocks(
-    grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
-    blocks, piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
-    c1, c2, c3, k0, k1, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-    MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """A program a block (STAGES 1), or a program a multiprocessor that loads its next block while it works on this one."""
-    grad_scale = tl.load(grad_scale_ptr)
-    if abs_bits(grad_scale) >= 0x7F800000:
-        return
-    if STAGES == 1:
-        _update_block(
-            tl.program_id(0),
-            grad_ptr, grad_scale, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
-            piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
-            (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-            MASTER, M, V, WEIGHT, ROWS, NEIGHBOURS, HARDWARE,
-        )  # fmt: skip
-    else:
-        for i in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-            _update_block(
-                i,
-                grad_ptr, grad_scale, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
-                piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
-                (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-                MASTER, M, V, WEIGHT, ROWS, NEIGHBOURS, HARDWARE,
-            )  # fmt: skip
+        store_master(x_ptr, weight_ptr, strip + j * step, xs[j], factors, MASTER, WEIGHT, HARDWARE)
 
 
 @triton.jit
@@ -287,21 +257,11 @@ def _launch_blocks(
     weight_scale = data if weight.scale_inv is None else weight.scale_inv
     codes = data.view(torch.uint8) if data.element_size() == 1 else data
     formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
-    launch = dict(LAUNCH)
-    if sum(t.element_size() for t in (grad, x, m, v)) > PREFETCH_BYTES:
-        launch["STAGES"] = 1
     for (cols, rows, matrices), place in _places(weight):
-        blocks = cols * rows * matrices
-        programs = blocks if launch["STAGES"] == 1 else min(blocks, _num_sms(data.device))
-        _update_blocks[(programs,)](
-            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale, blocks, rows, cols, *place,
-            *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **launch,
+        _update_blocks[(cols * rows * matrices,)](
+            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale, rows, cols, *place,
+            *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **LAUNCH,
         )  # fmt: skip
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _places(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...]]]:

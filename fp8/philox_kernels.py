@@ -1,13 +1,14 @@
-"""Philox4x32-10 in Triton: the words of philox.py, bit for bit."""
+"""Philox4x32-7 in Triton: the words of philox.py, bit for bit."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.philox import Draw
+from fp8.philox import ROUNDS, Draw
 
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_ROUNDS = tl.constexpr(ROUNDS)
 _W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
@@ -17,7 +18,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
     One 32x32 -> 64 bit multiplication gives both halves of a product; the key schedule is scalar work.
     """
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(_ROUNDS):
         p0 = c0.to(tl.uint64) * _M0
         p1 = c2.to(tl.uint64) * _M1
         c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0

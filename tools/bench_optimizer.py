@@ -1,7 +1,7 @@
 """Time of an optimizer step beside the time that a copy of the same bytes takes: `python -m tools.bench optimizer`.
 
     python -m tools.bench optimizer --params 2e9 --states lean fp8_lm fp32
-    python -m tools.bench optimizer --stages 1 2        also the kernel that loads one block ahead
+    python -m tools.bench optimizer --launch num_warps=16,ROWS=64 num_warps=8,ROWS=32,maxnreg=128        other launches of the kernel
 
 The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 512), as many as fit the size asked for.
 """
@@ -94,23 +94,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.bench optimizer", description=__doc__)
     parser.add_argument("--params", type=float, default=2e9)
     parser.add_argument("--states", nargs="+", choices=list(PRESETS), default=["lean", "fp8_lm", "fp32"])
-    parser.add_argument("--stages", nargs="+", type=int, choices=(1, 2), help="blocks on the way; the built-in choice by default")
+    parser.add_argument(
+        "--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_kernels.LAUNCH; may be several"
+    )
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args(argv)
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
-    header = f"{'states':8} {'stages':6} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
+    header = f"{'states':8} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
     print(f"{header} {'norm ms':>8} {'x copy':>7}")
     rows = []
-    from fp8.optimizer_kernels import LAUNCH  # Triton comes with CUDA builds of torch only
+    from fp8 import optimizer_kernels  # Triton comes with CUDA builds of torch only
 
-    for preset, stages in itertools.product(args.states, args.stages or [LAUNCH["STAGES"]]):
-        LAUNCH["STAGES"] = stages
-        row = {"stages": stages} | measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)
+    built_in = dict(optimizer_kernels.LAUNCH)
+    for preset, launch in itertools.product(args.states, args.launch):
+        optimizer_kernels.LAUNCH.clear()
+        optimizer_kernels.LAUNCH.update(
+            built_in | {k: int(v) for k, _, v in (item.partition("=") for item in launch.split(",") if item)}
+        )
+        row = {"launch": launch} | measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)
         rows.append(row)
-        left = f"{row['states']:8} {row['stages']:6} {row['grad']:9} {row['bytes_per_param']:8.3f} {row['moved_per_param']:6.2f}"
+        left = f"{row['states']:8} {row['grad']:9} {row['bytes_per_param']:8.3f} {row['moved_per_param']:6.2f}"
         right = f"{row['ms_of_16.26e9']:11.1f} {row['norm_ms_of_16.26e9']:8.1f} {row['norm_over_copy']:7.2f}"
-        print(f"{left} {row['ms']:7.2f} {row['over_copy']:7.2f} {right}")
+        print(f"{left} {row['ms']:7.2f} {row['over_copy']:7.2f} {right}  {launch}")
         torch.cuda.empty_cache()
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
