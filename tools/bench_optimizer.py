@@ -1,7 +1,7 @@
 """Time of an optimizer step beside the time that a copy of the same bytes takes: `python -m tools.bench optimizer`.
 
     python -m tools.bench optimizer --params 2e9 --states lean fp8_lm fp32
-    python -m tools.bench optimizer --launch num_warps=16,ROWS=64 num_warps=8,ROWS=32,maxnreg=128        other launches of the kernel
+    python -m tools.bench optimizer --launch num_warps=16,ROWS=64 num_warps=8,ROWS=32,maxnreg=128    other launches
 
 The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 512), as many as fit the size asked for.
 """
