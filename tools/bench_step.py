@@ -110,7 +110,6 @@ class Stepper:
         scale = (1.0 / norm).clamp(max=1.0)
         times.append(self._now())
         self.optimizer.step(1e-4, scale)
-        self.optimizer.settle()
         times.append(self._now())
         return losses.total.detach() * (self.parts * self.mesh.dp.size), [forward, *times]
 
