@@ -3,11 +3,12 @@
 memcheck and racecheck run over each of three subjects, in a process of its own:
 
     control     a kernel that does nothing but hand work to three groups of warps, each of which writes its own numbers
+    exchange    the same, but the warps of a group also exchange values, for which they wait for each other
     gemm        forward, dgrad and wgrad, all output formats, groups of 0, 1, 127, 128 and 129 rows, N not a multiple of 256
     quantise    rows, transposed, both, re-tile, requantise, and the weights' kernels, odd sizes
 
 racecheck reports hazards in the code that Triton generates around `warp_specialize`: a byte of shared memory tells each group of
-warps what to run, between two barriers. `control` shows which hazards those are; `gemm` must show none beside them.
+warps what to run, between two barriers. `control` and `exchange` show which hazards those are; `gemm` must show none beside them.
 Needs a Hopper GPU and compute-sanitizer (CUDA toolkit) on the PATH.
 """
 
@@ -19,23 +20,24 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
-TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "gemm", "quantise")
-HAZARD = re.compile(r"Race reported between (\w+) access at (.+?)\s*\n=*\s*and (\w+) access at (.+?)(?: \[(\d+) hazards?\])?\n")
+TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "exchange", "gemm", "quantise")
+RACE = re.compile(r"Race reported between (\w+) access at (.+)\n((?:=+ +and .+\n)+)")
+OTHER = re.compile(r"and (\w+) access at (.+?)(?: \[(\d+) hazards?\])?\n")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 
 
-def control() -> None:
-    """Nothing but `warp_specialize`: three groups of warps write 128 numbers each to memory of their own."""
+def control(exchange: bool = False) -> None:
+    """Nothing but `warp_specialize`: three groups of warps write 512 numbers each to memory of their own."""
     import torch
 
     from tools.sanitize_control import control_kernel
 
-    out = torch.empty(2, 3, 128, dtype=torch.int32, device="cuda")
-    control_kernel[(2,)](out, num_warps=4)
-    torch.cuda.synchronize()
-    assert out.unique().tolist() == [1, 2, 3], out
+    out = torch.empty(2, 3, 512, dtype=torch.int32, device="cuda")
+    control_kernel[(2,)](out, EXCHANGE=exchange, num_warps=4)
+    assert (out == torch.arange(1, 4, dtype=torch.int32, device="cuda")[:, None]).all(), out
 
 
 def gemm() -> None:
@@ -81,8 +83,9 @@ def quantise() -> None:
 def races_of(text: str) -> Counter[str]:
     """{the two places of a race: hazards} from racecheck's analysis report."""
     found: Counter[str] = Counter()
-    for first, at_first, second, at_second, hazards in HAZARD.findall(text):
-        found[" / ".join(sorted((f"{first} {at_first}", f"{second} {at_second}")))] += int(hazards or 1)
+    for first, at_first, others in RACE.findall(text):
+        for second, at_second, hazards in OTHER.findall(others):
+            found[" / ".join(sorted((f"{first} {at_first}", f"{second} {at_second}")))] += int(hazards or 1)
     return found
 
 
@@ -111,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inside", choices=SUBJECTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
-        {"control": control, "gemm": gemm, "quantise": quantise}[args.inside]()
+        {"control": control, "exchange": partial(control, True), "gemm": gemm, "quantise": quantise}[args.inside]()
         print(f"{args.inside} ran")
         return 0
     if shutil.which("compute-sanitizer") is None:
