@@ -2,6 +2,7 @@
 
     python -m tools.compare --config configs/evidence.yaml --recipes bf16,block,tensorwise_delayed --seeds 1,2 train.steps=300
     python -m tools.compare --config configs/tiny.yaml --set base: --set fast:optim.lr=4e-3,optim.warmup_steps=5
+    python -m tools.compare --join runs/seed1 runs/seed2 --tail 0.5        one table of comparisons that ran side by side
 
 Each run is `train.py`'s own, one after the other in this process: same data in the same order, same initial weights for a seed.
 Recipes that the device cannot run are emulated. Writes OUT/compare.json (every loss) and OUT/compare.md (the table) after each run.
@@ -15,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from train import run
 from training.config import load_config
 from training.errors import UserError, exit_status
 
-TAIL = 0.1  # share of the steps, the last ones, whose losses are averaged
+TAIL = 0.1  # share of the steps, the last ones, whose losses are averaged unless --tail says otherwise
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Outcome:
     name: str
     seed: int
     status: int
-    loss: float  # mean of the last tenth of the logged steps
+    loss: float  # mean over the last share of the logged steps
     val: float
     seconds: float
     tokens_per_s: float
@@ -57,13 +58,31 @@ def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int)
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    tail = [loss for step, loss in losses if step > losses[-1][0] * (1 - TAIL)]
+    loss = tail_mean(losses, args.tail)
     val = [r["val/loss"] for r in records if "val/loss" in r]
     speed = statistics.median([r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:] or [0.0])
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return Outcome(name, seed, status, statistics.mean(tail), val[-1] if val else float("nan"), seconds, speed, memory, losses)
+    return Outcome(name, seed, status, loss, val[-1] if val else float("nan"), seconds, speed, memory, losses)
+
+
+def tail_mean(losses: list[tuple[int, float]], share: float) -> float:
+    """Mean loss over the last `share` of the steps."""
+    return statistics.mean(loss for step, loss in losses if step > losses[-1][0] * (1 - share))
+
+
+def joined(folders: list[str], share: float) -> list[Outcome]:
+    """The runs of several comparisons, their training losses averaged anew. Raises UserError for what is no comparison."""
+    found = []
+    for folder in folders:
+        try:
+            records = json.loads((Path(folder) / "compare.json").read_text(encoding="utf-8"))
+            outcomes = [Outcome(**record) for record in records]
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{folder} holds no comparison: {error}") from error
+        found += [replace(o, loss=tail_mean(o.losses, share)) for o in outcomes]
+    return found
 
 
 def table(outcomes: list[Outcome], base: str) -> str:
@@ -105,7 +124,9 @@ def parse_settings(args: argparse.Namespace) -> dict[str, list[str]]:
 def main(argv: list[str] | None = None) -> None:
     """Runs everything; the table grows after each run, so that an interrupted comparison still has one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", help="what all runs share; needed unless --join")
+    parser.add_argument("--join", nargs="+", default=[], metavar="OUT", help="folders of comparisons: their table, no run")
+    parser.add_argument("--tail", type=float, default=TAIL, help="share of the steps, the last ones, whose losses are averaged")
     parser.add_argument("--recipes", default="", help="comma-separated recipe names")
     parser.add_argument("--set", action="append", default=[], help="name:key=value,key=value; may be repeated")
     parser.add_argument("--seeds", default="1234", help="comma-separated")
@@ -114,6 +135,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
+    if args.join:
+        outcomes = joined(args.join, args.tail)
+        print(table(outcomes, args.base or outcomes[0].name))
+        return
+    if args.config is None:
+        raise UserError("--config names what to run; --join shows what has run")
     settings = parse_settings(args)
     base = args.base or next(iter(settings))
     Path(args.out).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,43 @@
+"""Comparisons that ran side by side, in one table."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tools import compare
+from tools.compare import Outcome
+from training.errors import UserError
+
+
+def outcome(name: str, seed: int, last: float) -> Outcome:
+    """100 logged steps: losses of 5, and `last` from step 51 on."""
+    losses = [(step, 5.0 if step <= 50 else last) for step in range(1, 101)]
+    return Outcome(name, seed, 0, last, last + 1, 1.0, 100.0, 2.0, losses)
+
+
+def write(folder: Path, *outcomes: Outcome) -> str:
+    folder.mkdir()
+    (folder / "compare.json").write_text(json.dumps([asdict(o) for o in outcomes]))
+    return str(folder)
+
+
+def test_joined_runs_are_measured_against_the_base_of_their_own_seed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    one = write(tmp_path / "1", outcome("fp32", 1, 2.0), outcome("lean", 1, 2.02))
+    two = write(tmp_path / "2", outcome("fp32", 2, 4.0), outcome("lean", 2, 4.12))
+    compare.main(["--join", one, two])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| lean"))
+    assert "| 2 | 3.0700 | +2.000% (± 1.41) |" in row  # 1% and 3%
+    compare.main(["--join", one, two, "--tail", "1", "--base", "fp32"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| lean"))
+    assert "| 4.0350 | +0.810% (± 0.74) |" in row  # 3.51 against 3.5, 4.56 against 4.5
+
+
+def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
+    (tmp_path / "compare.json").write_text('[{"name": "x"}]')
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError, match=f"{folder} holds no comparison"):
+            compare.main(["--join", str(folder)])
+    with pytest.raises(UserError, match="--config names"):
+        compare.main([])
