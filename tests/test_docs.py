@@ -19,13 +19,13 @@ import train
 from fp8.recipe import Recipe
 from tests.helpers import ROOT
 from tests.tools.published import trained
-from tools import convert_hf, generate, merge, plan, prepare_data, report, train_tokenizer
+from tools import convert_hf, generate, merge, plan, prepare_data, report, train_tokenizer, wandb_workspace
 from training.errors import exit_status
 from training.tokenizer import train_tokenizer as make_tokenizer
 
 TOOLS = {
     "convert_hf": convert_hf, "generate": generate, "merge": merge, "plan": plan, "prepare_data": prepare_data, "report": report,
-    "train_tokenizer": train_tokenizer,
+    "train_tokenizer": train_tokenizer, "wandb_workspace": wandb_workspace,
 }  # fmt: skip
 TEXT = inspect.getsource(argparse)
 # What turns a demo of minutes into one of seconds.

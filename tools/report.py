@@ -8,8 +8,6 @@ Writes OUT/report.html and OUT/*.png; OUT is RUN/report by default.
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import sys
 from html import escape
 from pathlib import Path
@@ -20,17 +18,21 @@ from training.errors import UserError, exit_status
 from training.tokenizer import write_whole
 
 STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; background: #f6f7f9; margin: 0; }
+:root { color-scheme: light dark; --ink: #1f2937; --soft: #5b6675; --paper: #f5f6f8; --card: #fff; --line: #e2e6ec; --link: #2457a6;
+  --note: #8a4b00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e3e7ee; --soft: #a0aabb; --paper: #14171c; --card: #1d2128; --line: #323944;
+  --link: #8ab4f8; --note: #f0b429; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0; }
 main { max-width: 980px; margin: 0 auto; padding: 24px; }
-h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 2px; }
-section { background: #fff; border: 1px solid #e2e6ec; border-radius: 8px; padding: 16px 18px; margin: 16px 0; }
-p { margin: 0 0 10px; color: #566071; } img { width: 100%; height: auto; display: block; }
+h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere; } h2 { font-size: 18px; margin: 0 0 2px; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 16px 18px; margin: 16px 0; }
+p { margin: 0 0 10px; color: var(--soft); } svg { width: 100%; height: auto; display: block; color: var(--ink); }
+svg text { font-family: system-ui, sans-serif !important; } svg image { image-rendering: pixelated; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid #edf0f4; }
+th, td { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); }
 th, td { vertical-align: top; overflow-wrap: anywhere; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.note { color: #8a4b00; } nav a { margin-right: 12px; color: #2457a6; text-decoration: none; font-size: 13px; }
+.note { color: var(--note); } nav a { margin-right: 12px; color: var(--link); text-decoration: none; font-size: 13px; }
 """
 SUMMARY = (
     ("loss", "last", "loss"), ("val/loss", "best", "best validation"), ("val/bits_per_byte", "best", "bits/byte"),
@@ -71,23 +73,19 @@ def build(runs: list[Run]) -> tuple[str, dict[str, bytes]]:
     """(page, PNG by name). Everything that comes from a run is escaped."""
     import matplotlib.pyplot as plt
 
-    from tools.report_figures import PANELS
+    from tools.report_figures import DRAW, PANELS, png, svg
 
     images, sections, links = {}, [], []
     for panel in PANELS:
-        figure = panel.draw(runs)
+        figure = DRAW[panel.name](runs, panel)
         if figure is None:
             continue
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=130)
+        images[panel.name] = png(figure)
+        drawing = svg(figure, panel.name).replace("<svg", f'<svg role="img" aria-label="{escape(panel.title)}"', 1)
         plt.close(figure)
-        images[panel.name] = buffer.getvalue()
-        data = base64.b64encode(images[panel.name]).decode()
         links.append(f'<a href="#{panel.name}">{escape(panel.title)}</a>')
-        sections.append(
-            f'<section id="{panel.name}"><h2>{escape(panel.title)}</h2><p>{escape(panel.text)}</p>'
-            f'<img alt="{escape(panel.title)}" src="data:image/png;base64,{data}"></section>'
-        )
+        text = f"<h2>{escape(panel.title)}</h2><p>{escape(panel.text)}</p>"
+        sections.append(f'<section id="{panel.name}">{text}{drawing}</section>')
     title = escape(", ".join(run.label for run in runs))
     notes = "".join(f'<p class="note">{escape(note)}</p>' for run in runs for note in run.notes)
     page = (

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ class Run:
         found = [(r["step"], float(r[key])) for r in self.records if isinstance(r.get(key), (int, float))]
         found = [(s, v) for s, v in found if math.isfinite(v)]
         return [s for s, _ in found], [v for _, v in found]
+
+    def after(self, step: float) -> Run:
+        """What was logged past a step."""
+        return replace(self, records=[r for r in self.records if r["step"] > step])
 
     def keys(self, pattern: str) -> list[str]:
         """Keys that match a regular expression, layers in numeric order."""

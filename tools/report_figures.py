@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+from matplotlib.colors import ListedColormap  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from tools.report_data import Run, gap, smooth  # noqa: E402
+from training.heat_map import SCALES  # noqa: E402
+from training.panels import PANELS, Grid, Panel, health_grid, layer_of, load_grid, time_grid  # noqa: E402
 
 WIDTH, HEIGHT = 9.0, 3.4  # inches
 MAX_LAYERS_IN_LEGEND = 8
-plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.25, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+INK = "#2a3443"  # of text and axes; in the page it becomes the page's own colour, so that a dark page has light figures
+PALETTE = ["#3d85c6", "#e0783c", "#3aa17e", "#b565b0", "#c79a1b", "#d1495b", "#7b8794", "#56b4d3"]  # on light and on dark paper
+MAPS = {"sequential": "viridis", "warm": "magma", "diverging": "RdBu_r"}
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
+STYLE: dict[str, Any] = dict.fromkeys(INKED, INK) | {
+    "axes.grid": True, "grid.color": "#8a94a3", "grid.alpha": 0.25, "font.size": 9, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.facecolor": "none", "figure.facecolor": "none", "legend.frameon": False,
+    "svg.fonttype": "none", "font.family": "sans-serif", "text.parse_math": False, "axes.titlesize": 9, "axes.titleweight": "bold",
+    "axes.prop_cycle": plt.cycler(color=PALETTE), "figure.max_open_warning": 0,
+}  # fmt: skip
+plt.rcParams.update(STYLE)
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A figure's place in the page."""
+def svg(figure: Figure, name: str) -> str:
+    """The figure as inline SVG that takes the text colour of the page around it."""
+    with plt.rc_context({"svg.hashsalt": name}):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.S)
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
 
-    name: str  # of its PNG
-    title: str
-    text: str  # what it shows and how to read it
-    draw: Callable[[list[Run]], Figure | None]
+
+def png(figure: Figure) -> bytes:
+    """The figure on white paper; where its parts lie is settled by then."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130, facecolor="white")
+    figure.set_layout_engine("none")
+    return buffer.getvalue()
 
 
 def _axes(runs: list[Run], height: float = HEIGHT) -> tuple[Figure, list]:
@@ -41,59 +64,91 @@ def _axes(runs: list[Run], height: float = HEIGHT) -> tuple[Figure, list]:
     return figure, flat
 
 
-def _lines(runs: list[Run], keys: list[tuple[str, str, str]], ylabel: str, log: bool = False) -> Figure | None:
-    """One axis, every run in its own colour; `keys`: (metric, matplotlib style, suffix of the label)."""
-    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+def _plain_numbers(axis: Any) -> None:
+    """1,000,000 instead of 1e6; powers of ten as they are read."""
+    for line in (axis.xaxis, axis.yaxis):
+        line.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def _curves(axis: Any, runs: list[Run], keys: list[tuple[str, str, str]], ylabel: str, log: bool = False) -> bool:
+    """Every run in its own colour; `keys`: (metric, matplotlib style, suffix of the label). False where no run has any."""
     drawn = False
     for i, run in enumerate(runs):
         for key, style, suffix in keys:
             steps, values = run.series(key)
             if steps:
-                axis.plot(steps, values, style, color=f"C{i}", label=run.label + suffix, markersize=4, linewidth=1.2)
+                style = style if len(steps) > 1 else "o"
+                axis.plot(steps, values, style, color=f"C{i % len(PALETTE)}", label=run.label + suffix, markersize=4, linewidth=1.3)
                 drawn = True
-    if not drawn:
-        plt.close(figure)
-        return None
     axis.set(xlabel="step", ylabel=ylabel, yscale="log" if log else "linear")
-    axis.legend(fontsize=8)
+    _plain_numbers(axis)
+    if drawn:
+        axis.legend(fontsize=8)
+    return drawn
+
+
+def _lines(runs: list[Run], keys: list[tuple[str, str, str]], ylabel: str) -> Figure | None:
+    """One axis of `_curves`."""
+    figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    if _curves(axis, runs, keys, ylabel):
+        return figure
+    plt.close(figure)
+    return None
+
+
+def loss(runs: list[Run], panel: Panel) -> Figure | None:
+    """The whole run; beside it, of runs that are long enough, its second half, which the first losses would flatten."""
+    keys = [("loss", "-", ""), ("val/loss", "o--", " (validation)")]
+    if max((len(run.series("loss")[0]) for run in runs), default=0) < 20:
+        return _lines(runs, keys, panel.unit)
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, HEIGHT), layout="constrained")
+    _curves(axes[0], runs, keys, panel.unit)
+    half = max(run.series("loss")[0][-1] for run in runs if run.series("loss")[0]) / 2
+    _curves(axes[1], [run.after(half) for run in runs], keys, panel.unit)
+    axes[1].set_title("second half")
+    axes[1].get_legend().remove()
     return figure
 
 
-def loss(runs: list[Run]) -> Figure | None:
-    return _lines(runs, [("loss", "-", ""), ("val/loss", "o--", " (validation)")], "nats / token")
-
-
-def loss_gap(runs: list[Run]) -> Figure | None:
-    """Relative difference of each run's loss to the first run's."""
+def loss_gap(runs: list[Run], panel: Panel) -> Figure | None:
+    """Relative difference of each run's loss to the first run's; of one run, to the one that it names (log.reference)."""
     if len(runs) < 2:
-        return None
+        keys = [("gap/loss", "-", " to log.reference"), ("gap/val_loss", "o--", " to log.reference (validation)")]
+        return _lines(runs, keys, panel.unit)
     figure, axis = plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
     for i, run in enumerate(runs[1:], 1):
+        colour = f"C{i % len(PALETTE)}"
         window = max(1, min(20, len(run.series("loss")[0]) // 10))
         steps, values = smooth(gap(runs[0].series("loss"), run.series("loss")), window)
-        axis.plot(steps, [100 * v for v in values], color=f"C{i}", label=f"{run.label}, mean of {window} logs", linewidth=1.2)
+        axis.plot(steps, [100 * v for v in values], color=colour, label=f"{run.label}, mean of {window} logs", linewidth=1.3)
         steps, values = gap(runs[0].series("val/loss"), run.series("val/loss"))
-        axis.plot(steps, [100 * v for v in values], "o--", color=f"C{i}", markersize=4, label=f"{run.label} (validation)")
-    axis.axhline(0, color="black", linewidth=0.8)
+        axis.plot(steps, [100 * v for v in values], "o--", color=colour, markersize=4, label=f"{run.label} (validation)")
+    axis.axhline(0, color=INK, linewidth=0.8)
     axis.set(xlabel="step", ylabel=f"loss over that of {runs[0].label}, %")
+    _plain_numbers(axis)
     axis.legend(fontsize=8)
     return figure
 
 
-def optimisation(runs: list[Run]) -> Figure | None:
-    return _lines(runs, [("grad_norm", "-", ""), ("lr", ":", " (learning rate)")], "gradient norm, learning rate", log=True)
+def optimisation(runs: list[Run], panel: Panel) -> Figure | None:
+    """The norm (logarithmic) beside the rate."""
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, HEIGHT), layout="constrained")
+    drawn = [_curves(axis, runs, [(key, "-", "")], name, log) for axis, (key, name, log) in zip(
+        axes, (("grad_norm", "gradient norm", True), ("lr", "learning rate", False)), strict=True)]  # fmt: skip
+    if any(drawn):
+        return figure
+    plt.close(figure)
+    return None
 
 
-def mtp(runs: list[Run]) -> Figure | None:
-    return _lines([r for r in runs if any(r.series("mtp_loss")[1])], [("mtp_loss", "-", "")], "nats / token")
+def lines(runs: list[Run], panel: Panel) -> Figure | None:
+    """The panel's first metric, of the runs in which it is not zero throughout."""
+    return _lines([r for r in runs if any(r.series(panel.keys[0])[1])], [(panel.keys[0], "-", "")], panel.unit)
 
 
-def throughput(runs: list[Run]) -> Figure | None:
-    return _lines(runs, [("tokens_per_s", "-", "")], "tokens / s, all ranks")
-
-
-def _stacked(runs: list[Run], pattern: str, ylabel: str, share: bool) -> Figure | None:
-    """Areas of the keys that match, one axis a run; `share`: as parts of their sum."""
+def stacked(runs: list[Run], panel: Panel) -> Figure | None:
+    """Areas of the keys that match, one axis a run; as parts of their sum where the panel shows shares."""
+    pattern = panel.keys[0]
     runs = [run for run in runs if run.keys(pattern)]
     if not runs:
         return None
@@ -103,166 +158,126 @@ def _stacked(runs: list[Run], pattern: str, ylabel: str, share: bool) -> Figure 
         tables = [dict(zip(*run.series(key), strict=True)) for key in keys]
         steps = sorted(set().union(*tables))
         rows = [[table.get(s, 0.0) for s in steps] for table in tables]
-        if share:
+        if panel.kind == "share":
             sums = [sum(column) or 1.0 for column in zip(*rows, strict=True)]
             rows = [[100 * v / total for v, total in zip(row, sums, strict=True)] for row in rows]
         labels = [re.sub(r"_gb$", "", key.partition("/")[2]) for key in keys]
-        axis.stackplot(steps, rows, labels=labels, step="mid" if len(steps) > 1 else None)
-        axis.set(xlabel="step", ylabel=ylabel, title=run.label)
-        axis.legend(fontsize=7, loc="upper left", ncols=2)
+        axis.stackplot(steps, rows, labels=labels, step="mid" if len(steps) > 1 else None, linewidth=0)
+        axis.set(xlabel="step", ylabel=panel.unit, title=run.label, xlim=(steps[0], steps[-1]) if len(steps) > 1 else None)
+        axis.set_ylim(0, 100 if panel.kind == "share" else None)
+        _plain_numbers(axis)
     return figure
 
 
-def phases(runs: list[Run]) -> Figure | None:
-    return _stacked(runs, r"time/(?!eval|checkpoint).*", "share of a step, %", share=True)
+def _legends_below(figure: Figure | None) -> Figure | None:
+    """A legend under each axis, in the order of the stack, where it hides nothing."""
+    for axis in figure.axes if figure is not None else ():
+        if axis.get_visible():
+            axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=5, handlelength=1.2, columnspacing=1.2)
+    return figure
 
 
-def memory(runs: list[Run]) -> Figure | None:
+def shares(runs: list[Run], panel: Panel) -> Figure | None:
+    return _legends_below(stacked(runs, panel))
+
+
+def memory(runs: list[Run], panel: Panel) -> Figure | None:
     """Classes stacked; the allocator's own peak as a line."""
-    figure = _stacked(runs, r"memory/(weights|gradients|states|activations)_gb", "GB on rank 0", share=False)
+    figure = stacked(runs, panel)
     if figure is None:
         keys = [("memory/allocated_gb", "-", " allocated"), ("memory/reserved_gb", "--", " reserved")]
-        return _lines(runs, keys, "GB on rank 0")
-    shown = [run for run in runs if run.keys(r"memory/(weights|gradients|states|activations)_gb")]
+        return _lines(runs, keys, panel.unit)
+    shown = [run for run in runs if run.keys(panel.keys[0])]
     for run, axis in zip(shown, figure.axes, strict=False):
         steps, values = run.series("memory/allocated_gb")
         if steps:
-            axis.plot(steps, values, color="black", linewidth=1, label="peak allocated")
-            axis.legend(fontsize=7, loc="upper left", ncols=2)
-    return figure
+            axis.plot(steps, values, color=INK, linewidth=1, label="peak allocated")
+            axis.set_ylim(0, 1.05 * max(axis.get_ylim()[1], *values))
+    return _legends_below(figure)
 
 
-def wire(runs: list[Run]) -> Figure | None:
-    return _stacked(runs, r"wire/.*_gb", "GB sent in a step by rank 0", share=False)
-
-
-def _heat(axis, table: list[list[float]], rows: list[str], label: str, **options) -> None:
-    image = axis.imshow(table, aspect="auto", interpolation="nearest", **options)
+def _heat(axis: Any, grid: Grid, panel: Panel, title: str) -> None:
+    scale = SCALES[panel.image]
+    colours = plt.get_cmap(MAPS[scale.colours]).with_extremes(bad="#c3c9d1")
+    image = axis.imshow(grid.values, cmap=colours, vmin=scale.low, vmax=scale.high, aspect="auto", interpolation="none")
     axis.grid(False)
-    every = max(1, len(rows) // 24)
-    axis.set_yticks(range(0, len(rows), every), rows[::every], fontsize=7)
-    axis.figure.colorbar(image, ax=axis, label=label, pad=0.01)
+    every = max(1, len(grid.rows) // 24)
+    axis.set_yticks(range(0, len(grid.rows), every), grid.rows[::every], fontsize=7)
+    names = grid.across == "tensor"
+    every = 1 if names else max(1, math.ceil(len(grid.columns) / (16 if grid.across == "expert" else 6)))
+    places = range(0, len(grid.columns), every)
+    turned = {"rotation": 60, "ha": "right", "fontsize": 7} if names else {}
+    axis.set_xticks(places, [grid.columns[i] for i in places], **turned)
+    axis.set(ylabel="layer", xlabel="" if names else grid.across, title=title)
+    axis.figure.colorbar(image, ax=axis, label=panel.unit, pad=0.01).outline.set_visible(False)
 
 
-def _layer(key: str) -> str:
-    """`load/layers.3.block.router/entropy` -> `3`."""
-    found = re.search(r"layers\.(\d+)", key)
-    return found[1] if found else "mtp" if "mtp" in key else key
-
-
-def load_over_time(runs: list[Run]) -> Figure | None:
-    """Busiest expert over the mean, layer x step."""
-    pattern = r"load/.+/max_over_mean"
-    runs = [run for run in runs if run.keys(pattern)]
+def over_time(runs: list[Run], panel: Panel) -> Figure | None:
+    """Layer x step."""
+    runs = [run for run in runs if run.keys(panel.keys[0])]
     if not runs:
         return None
     figure, axes = _axes(runs)
     for run, axis in zip(runs, axes, strict=False):
-        keys = run.keys(pattern)
-        steps = run.series(keys[0])[0]
-        tables = [dict(zip(*run.series(key), strict=True)) for key in keys]
-        rows = [[table.get(s, math.nan) for s in steps] for table in tables]
-        _heat(axis, rows, [_layer(key) for key in keys], "busiest expert / mean", cmap="magma", vmin=1)
-        ticks = range(0, len(steps), max(1, len(steps) // 6))
-        axis.set_xticks(list(ticks), [str(steps[i]) for i in ticks])
-        axis.set(xlabel="step", ylabel="layer", title=run.label)
+        series = {key: dict(zip(*run.series(key), strict=True)) for key in run.keys(panel.keys[0])}
+        _heat(axis, time_grid(series), panel, run.label)
     return figure
 
 
-def load_by_expert(runs: list[Run]) -> Figure | None:
-    """Load of each expert, layer x expert, at three moments of each run."""
-    chosen = [(run, step, table) for run in runs for step, table in _moments(run.details("load"))]
+def load_by_expert(runs: list[Run], panel: Panel) -> Figure | None:
+    """Load of each expert, layer x expert, at three moments of each run: first, middle, last."""
+    chosen = []
+    for run in runs:
+        details = run.details("load")
+        places = sorted({0, len(details) // 2, len(details) - 1}) if details else []
+        chosen += [(f"{run.label}, step {details[i][0]:,}", load_grid(details[i][1])) for i in places]
+    return _column(chosen, panel, 0.14)
+
+
+def _column(chosen: list[tuple[str, Grid]], panel: Panel, a_row: float) -> Figure | None:
+    """Heat maps under each other; `a_row`: inches that a layer takes."""
     if not chosen:
         return None
-    figure, axes = plt.subplots(len(chosen), 1, figsize=(WIDTH, 2.0 * len(chosen)), squeeze=False, layout="constrained")
-    for (run, step, table), axis in zip(chosen, axes[:, 0], strict=True):
-        rows = [[v / max(sum(counts) / len(counts), 1e-9) for v in counts] for counts in table.values()]
-        _heat(axis, rows, [_layer(name) for name in table], "tokens / mean", cmap="RdBu_r", vmin=0, vmax=2)
-        axis.set(ylabel="layer", title=f"{run.label}, step {step}")
-    axes[-1, 0].set_xlabel("expert")
+    heights = [max(1.2, a_row * len(grid.rows)) + (1.7 if grid.across == "tensor" else 0.75) for _, grid in chosen]
+    size = WIDTH, sum(heights)
+    figure, axes = plt.subplots(len(chosen), 1, figsize=size, height_ratios=heights, squeeze=False, layout="constrained")
+    for (title, grid), axis in zip(chosen, axes[:, 0], strict=True):
+        _heat(axis, grid, panel, title)
     return figure
 
 
-def _moments(details: list) -> list:
-    """First, middle and last."""
-    return [details[i] for i in sorted({0, len(details) // 2, len(details) - 1})] if details else []
-
-
-def _per_layer(runs: list[Run], pattern: str, ylabel: str) -> Figure | None:
+def per_layer(runs: list[Run], panel: Panel) -> Figure | None:
     """A line a layer, coloured by depth."""
-    runs = [run for run in runs if run.keys(pattern)]
+    runs = [run for run in runs if run.keys(panel.keys[0])]
     if not runs:
         return None
     figure, axes = _axes(runs)
+    colours = ListedColormap(plt.get_cmap("viridis")(np.linspace(0.25, 0.95, 256)))  # whose ends show on dark and on light paper
     for run, axis in zip(runs, axes, strict=False):
-        keys = run.keys(pattern)
+        keys = run.keys(panel.keys[0])
         for i, key in enumerate(keys):
-            colour = plt.get_cmap("viridis")(i / max(len(keys) - 1, 1))
-            axis.plot(*run.series(key), color=colour, linewidth=1, label=f"layer {_layer(key)}")
-        axis.set(xlabel="step", ylabel=ylabel, title=run.label)
+            axis.plot(*run.series(key), color=colours(i / max(len(keys) - 1, 1)), linewidth=1, label=f"layer {layer_of(key)}")
+        axis.set(xlabel="step", ylabel=panel.unit, title=run.label)
+        _plain_numbers(axis)
         if len(keys) <= MAX_LAYERS_IN_LEGEND:
             axis.legend(fontsize=7)
+        else:
+            bar = axis.figure.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, 1), colours), ax=axis, label="layer", pad=0.01)
+            bar.set_ticks([0, 1], labels=[layer_of(keys[0]), layer_of(keys[-1])])
+            bar.outline.set_visible(False)
     return figure
 
 
-def entropy(runs: list[Run]) -> Figure | None:
-    return _per_layer(runs, r"load/.+/entropy", "entropy of the load / log E")
-
-
-def bias(runs: list[Run]) -> Figure | None:
-    return _per_layer(runs, r"bias/.+/range", "largest - smallest expert bias")
-
-
-def health(runs: list[Run], metric: str, label: str, **options) -> Figure | None:
+def health(runs: list[Run], panel: Panel) -> Figure | None:
     """Layer x tensor class of a run's last measurement."""
-    found = [(run, *run.details("fp8")[-1]) for run in runs if run.details("fp8")]
-    if not found:
-        return None
-    figure, axes = plt.subplots(len(found), 1, figsize=(WIDTH, 3.2 * len(found)), squeeze=False, layout="constrained")
-    for (run, step, table), axis in zip(found, axes[:, 0], strict=True):
-        cells = {}
-        for key, value in table.items():
-            name, _, kind = key.rpartition("/")
-            if kind == metric:
-                layer = re.match(r"layers\.(\d+)\.", name)
-                cells[layer[1] if layer else name.split(".")[0].split("/")[0], re.sub(r"^(layers\.\d+|mtp)\.", "", name)] = value
-        layers = sorted({k[0] for k in cells}, key=lambda x: (not x.isdigit(), int(x) if x.isdigit() else 0, x))
-        classes = sorted({k[1] for k in cells})
-        rows = [[cells.get((layer, c), math.nan) for c in classes] for layer in layers]
-        _heat(axis, rows, layers, label, **options)
-        axis.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=7)
-        axis.set(ylabel="layer", title=f"{run.label}, step {step}")
-    return figure
+    last = [(run, *run.details("fp8")[-1]) for run in runs if run.details("fp8")]
+    found = [(f"{run.label}, step {step:,}", health_grid(table, panel.name)) for run, step, table in last]
+    return _column([(title, grid) for title, grid in found if grid is not None], panel, 0.16)
 
 
-def health_cosine(runs: list[Run]) -> Figure | None:
-    return health(runs, "cosine", "cosine", cmap="viridis", vmax=1.0)
-
-
-def health_underflow(runs: list[Run]) -> Figure | None:
-    return health(runs, "underflow", "underflow", cmap="magma", vmin=0.0)
-
-
-PANELS = (
-    Panel("loss", "Loss", "Training loss of each logged step, and validation loss.", loss),
-    Panel("gap", "Loss gap", "Relative difference to the first run at equal steps: what a change of recipe costs.", loss_gap),
-    Panel("mtp", "Multi-token prediction", "Loss of the token after next.", mtp),
-    Panel("optimisation", "Gradient norm and learning rate", "The norm before clipping.", optimisation),
-    Panel("throughput", "Throughput", "Tokens a second over all ranks; evaluation and checkpoints do not count.", throughput),
-    Panel("phases", "Phase shares", "Where the time of a step goes on rank 0.", phases),
-    Panel("memory", "Memory", "By class on rank 0; the line is the allocator's peak since the last log.", memory),
-    Panel("wire", "Bytes on the wire", "What rank 0 sends in a step, by kind: payload with its scales.", wire),
-    Panel("load", "Expert load over time", "Tokens of the busiest expert over the mean: 1 is even.", load_over_time),
-    Panel(
-        "experts", "Expert load by expert", "Tokens of each expert over the mean of its layer: early, midway, last.", load_by_expert
-    ),
-    Panel("entropy", "Router entropy", "Of each layer's load over log E: 1 is even.", entropy),
-    Panel("bias", "Expert bias", "Spread of the bias that steers the load.", bias),
-    Panel(
-        "cosine",
-        "FP8 health: cosine",
-        "Between a tensor and its quantised form; 1 is lossless. White: not measured.",
-        health_cosine,
-    ),
-    Panel("underflow", "FP8 health: underflow", "Share of non-zero elements that became zero.", health_underflow),
-)
+DRAW: dict[str, Callable[[list[Run], Panel], Figure | None]] = {
+    "loss": loss, "gap": loss_gap, "mtp": lines, "optimisation": optimisation, "throughput": lines, "phases": shares,
+    "memory": memory, "wire": shares, "load": over_time, "experts": load_by_expert, "entropy": per_layer, "bias": per_layer,
+    "cosine": health, "underflow": health,
+}  # fmt: skip
+assert list(DRAW) == [panel.name for panel in PANELS]

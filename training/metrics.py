@@ -149,13 +149,14 @@ class Metrics:
         self.config, self.active, self.prefix = config, active, ""  # in front of every console line
         self.path = Path(config.run.dir) / "metrics.jsonl"
         self.wandb: WandbLog | None = None
-        self._bar, self._file = None, None
+        self._bar, self._file, self._reference = None, None, {}
 
     def start(self, done: int, wandb_id: str | None) -> str | None:
         """Opens everything, for a run that has `done` steps behind it; returns the id of the wandb run."""
         if not self.active:
             return None
         config = self.config
+        self._reference = read_reference(config.log.reference)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             (self.path.parent / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -171,6 +172,8 @@ class Metrics:
         self.wandb = WandbLog(
             config.run.dir, log.wandb, log.project, log.entity, name, wandb_id, config.to_dict(), self.warn
         )
+        if done:
+            self.wandb.remember(read_metrics(self.path))
         if log.progress and sys.stderr.isatty():
             self._bar = tqdm(total=config.train.steps, initial=done, unit="step", dynamic_ncols=True)
         return self.wandb.id
@@ -192,11 +195,18 @@ class Metrics:
             self._bar.update()
 
     def log(self, step: int, values: dict[str, float], detail: dict[str, Any] | None = None) -> None:
-        """Values of optimizer step `step` (from 1), to the file and to wandb; `detail` (tables for tools.report) to the file."""
+        """Values of optimizer step `step` (from 1), to the file and to wandb; `detail`: tables by layer, drawn there."""
         if self.active:
+            values = values | self._gaps(step, values)
             self._write({"step": step, "time": time.time(), **values, **({"detail": detail} if detail else {})})
             if self.wandb is not None:
-                self.wandb.log(step, values)
+                self.wandb.log(step, values, detail)
+
+    def _gaps(self, step: int, values: dict[str, float]) -> dict[str, float]:
+        """Relative difference to the run `log.reference` at this step, in percent."""
+        pairs = {"gap/loss": "loss", "gap/val_loss": "val/loss"}
+        found = {gap: (values[key], self._reference.get((step, key))) for gap, key in pairs.items() if key in values}
+        return {gap: 100 * (value / base - 1) for gap, (value, base) in found.items() if base}
 
     def event(self, name: str, step: int, **detail: Any) -> None:
         """Something that happened to the run at `step`: to the file."""
@@ -247,6 +257,21 @@ def console_line(step: int, total: int, values: dict[str, float]) -> str:
     if "load/max_over_mean" in values:
         parts.append(f"load {values['load/max_over_mean']:.2f}x")
     return "  ".join(parts)
+
+
+def read_reference(run: str | None) -> dict[tuple[int, str], float]:
+    """(step, key) -> training and validation losses of another run. Raises UserError: it has none."""
+    if run is None:
+        return {}
+    path = Path(run) / "metrics.jsonl"
+    try:
+        records = read_metrics(path)
+    except OSError as error:
+        raise UserError(f"log.reference={run}: cannot read {path}: {error.strerror or error}") from error
+    found = {(r["step"], key): r[key] for r in records for key in ("loss", "val/loss") if r.get(key)}
+    if not found:
+        raise UserError(f"log.reference={run}: {path} holds no losses")
+    return found
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

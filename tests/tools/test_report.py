@@ -7,16 +7,17 @@ import math
 import random
 import re
 import shutil
-import struct
 import subprocess
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 
 from tools import report
 from tools.report_data import differences, gap, parse_lines, read_run, read_runs, smooth
-from tools.report_figures import PANELS
 from training.errors import UserError, exit_status
+from training.panels import PANELS
 
 LAYERS, EXPERTS = 3, 8
 
@@ -76,8 +77,9 @@ def test_one_page_with_every_panel_and_nothing_from_outside(compared: Path) -> N
     ids = re.findall(r'<section id="(\w+)"', page)
     assert ids == ["summary", "settings", "loss", "gap", "mtp", "optimisation", "throughput", "phases", "memory", "wire", "load",
                    "experts", "entropy", "bias", "cosine", "underflow"]  # fmt: skip
-    assert len(re.findall(r'src="data:image/png;base64,', page)) == len(ids) - 2
-    assert not re.search(r"(?:src|href)=\"(?!data:|#)|<script|@import|url\(", page)
+    assert [name for name in ids[2:]] == [panel.name for panel in PANELS]
+    assert page.count("<svg") == len(ids) - 2 and page.count('href="data:image/png;base64,') >= 6  # heat maps' cells
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)|<script|@import|url\((?!#)", page)
     assert "<td>fp8.recipe</td><td>block</td><td>bf16</td>" in page
     assert {p.name for p in (a / "report").glob("*.png")} == {f"{i}.png" for i in ids[2:]}
 
@@ -91,7 +93,7 @@ def test_a_run_without_details_still_has_its_page(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_panel")
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "<b>x", name='<script>alert("1")</script>&')
+    run = write_run(tmp_path / "<b>x", name='<script>alert("1")</script>& $\\frac{')  # no formula either
     assert call(run, write_run(tmp_path / "b", recipe="'<img src=x>'"), "--out", tmp_path / "out") == 0
     page = (tmp_path / "out/report.html").read_text()
     assert "<script" not in page and "<img src=x" not in page
@@ -140,22 +142,29 @@ def chromium() -> str | None:
     return next((path for path in map(shutil.which, names) if path), None)
 
 
-@pytest.mark.skipif(chromium() is None, reason="needs chromium to look at the page")
-def test_a_browser_shows_every_figure(compared: Path, tmp_path: Path) -> None:
-    """In headless chromium: the page has its light margins and its figures are painted."""
-    shot = tmp_path / "shot.png"
+def look(page: Path, folder: Path, dark: bool) -> np.ndarray:
+    """What headless chromium paints of a page: [4200, 1100, 3], 0 to 1."""
+    shot = folder / f"dark{dark}.png"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    flags += ["--disable-sync", "--hide-scrollbars", "--window-size=1100,4200", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [chromium(), *flags, f"--screenshot={shot}", (compared / "report/report.html").as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=90)
-    width, height = struct.unpack(">II", shot.read_bytes()[16:24])
-    assert (width, height) == (1100, 4200)
-    import matplotlib.image
+    flags += ["--disable-sync", "--hide-scrollbars", "--window-size=1100,4200", f"--user-data-dir={folder / 'profile'}"]
+    flags += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--screenshot={shot}"]
+    subprocess.run([chromium(), *flags, page.as_uri()], check=True, capture_output=True, timeout=90)
+    return matplotlib.image.imread(shot)[..., :3]
 
-    pixels = matplotlib.image.imread(shot)[..., :3]
-    assert (pixels[:, 10].mean(0) > 0.9).all(), "the margin is light"
+
+@pytest.mark.skipif(chromium() is None, reason="needs chromium to look at the page")
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_every_figure_on_light_and_on_dark_paper(compared: Path, tmp_path: Path, dark: bool) -> None:
+    """Margins of the page's paper, figures painted in colours, and letters that stand out from what is behind them."""
+    pixels = look(compared / "report/report.html", tmp_path, dark)
+    assert pixels.shape == (4200, 1100, 3)
+    margin = pixels[:, 10].mean(0)
+    assert (margin < 0.15).all() if dark else (margin > 0.9).all()
     colours = {tuple(c) for c in (pixels[::5, 100:1000:5].reshape(-1, 3) * 255).astype(int).tolist()}
-    assert len(colours) > 200, "figures are painted"
+    assert len(colours) > 150, "figures are painted"
+    card, strip = pixels[:, 985].mean(0), pixels[400:4200, 84:100].reshape(-1, 3)  # the strip holds the axes' own words
+    contrast = abs(strip.mean(1) - card.mean()).max()
+    assert contrast > 0.6, "labels can be read"
 
 
 def test_unknown_files_are_named(tmp_path: Path) -> None:
