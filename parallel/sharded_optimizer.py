@@ -192,7 +192,7 @@ def make_reducer(
     auto: AutoScale | None = None,
     simulated_ranks: int = 0,
 ) -> GradReducer:
-    """The reducer that `parallel.grad_wire` ("auto" too), `grad_rounding`, `zero`, `simulated_ranks` name; "fp8_lm" needs `auto`."""
+    """The reducer that `parallel.grad_wire`, `grad_rounding`, `zero` and `simulated_ranks` name; "fp8_lm" needs `auto`."""
     named_weights, stochastic = list(named_weights), rounding == "stochastic"
     wire = wire_for(wire, any(weight.recipe.is_fp8 for _, weight in named_weights))
     if simulated_ranks:

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from fp8.permute import Permutation, build_permutation, sum_rows, unpermute_sum
-from fp8.quantize import quantize
+from fp8.quantize import cast_fp8, quantize
 from fp8.quantized import Quantized
-from fp8.recipe import Recipe
+from fp8.recipe import BLOCK, E4M3, Recipe
 from fp8.route import select_experts
-from parallel.dispatch import send_order
+from parallel.grad_auto_scale import add_codes, scale_of
+from parallel.grad_wire import PACKED, pack_tiles, sum_tiles
 from parallel.mesh import build_mesh, close_mesh
 from parallel.payload import RowFormat, pack, unpack
+from parallel.send_plan import order_ref
 from tools import bench_wire
 from tools.bench_kernels import Timer
 
@@ -41,6 +43,7 @@ class Leg:
     """One leg in one format. Times in microseconds.
 
     Attributes:
+        tokens: or parameters.
         cast: quantise and dequantise. pack: gather, pack, unpack and put in place, or sum.
         nbytes: sent by a rank to others, with scales and padding.
     """
@@ -78,7 +81,7 @@ def model_dispatch(args: argparse.Namespace, timer: Timer | None, tokens: int, r
     local, ids = args.experts // ranks, choose(args, tokens, device)
     to_rank_Tn = (ids[:, :, None] // local == torch.arange(ranks, device=device)).any(1)
     num_rows = int(to_rank_Tn.sum())
-    token_M, rank_M, row_Tn = send_order(to_rank_Tn, num_rows)
+    token_M, rank_M, row_Tn = order_ref(to_rank_Tn, num_rows)
     away = int((rank_M != 0).sum())
     perm = local_permutation(ids, token_M, rank_M, local)
     live, rows_R = perm.groups.block_expert_B, perm.groups.max_rows
@@ -149,15 +152,43 @@ def model_tp(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: 
     ]
 
 
+def model_gradients(timer: Timer | None, params: int, ranks: int, device: torch.device) -> list[Leg]:
+    """Gradients of F parameters to their owners, and the owners' new weights to all (ZeRO), in each format.
+
+    BF16 and FP32 are summed within the wire's time, as NCCL's reduce-scatter does.
+    """
+    flat, own = torch.randn(params, device=device), torch.empty(params // ranks, device=device)
+    scale, packed = scale_of(flat), pack_tiles(flat)
+    codes = cast_fp8(flat * scale, E4M3)
+    low, weights = flat.bfloat16(), torch.zeros(params, dtype=torch.uint8, device=device)
+    arrived, wide = weights.clone(), low.clone()
+    calls = {
+        "bf16 cast": lambda: (flat.to(torch.bfloat16), own.copy_(low[: len(own)])),
+        "fp8 cast": lambda: pack_tiles(flat),
+        "fp8 sum": lambda: sum_tiles(packed, ranks, own),
+        "fp8_lm cast": lambda: cast_fp8(flat * scale_of(flat), E4M3),
+        "fp8_lm sum": lambda: own.copy_(add_codes(codes.view(ranks, -1)).float() / scale),
+        "fp8 move": lambda: (arrived[: len(own)].copy_(weights[: len(own)]), weights.copy_(arrived)),
+        "bf16 move": lambda: (wide[: len(own)].copy_(low[: len(own)]), low.copy_(wide)),
+    }
+    found, away = times(timer, calls), (ranks - 1) * (params // ranks)
+    legs = [Leg("gradients", params, ranks, "fp32", 4 * away)]
+    for fmt, size in (("bf16", 2.0), ("fp8", PACKED.row_bytes / BLOCK), ("fp8_lm", 1.0)):
+        legs.append(Leg("gradients", params, ranks, fmt, int(size * away), found[f"{fmt} cast"], found.get(f"{fmt} sum", 0.0)))
+    for fmt, size in (("bf16", 2.0), ("fp8", 1 + 4 / BLOCK**2)):
+        legs.append(Leg("weights", params, ranks, fmt, int(size * away), 0.0, found[f"{fmt} move"]))
+    return legs
+
+
 def show(legs: list[Leg]) -> None:
-    """A table; FP8 rows end with FP8 over BF16."""
-    title = f"{'leg':18} {'tokens':>7} {'ranks':>5} {'':5} {'MB sent':>8} {'/bf16':>6}"
+    """A table; FP8 rows end with FP8 over BF16. `size` is tokens or parameters."""
+    title = f"{'leg':18} {'size':>10} {'ranks':>5} {'':6} {'MB sent':>8} {'/bf16':>6}"
     heads = "".join(f" {name:>16} {'/bf16':>6}" for name in WIRES)
     print(f"{title} {'cast us':>8} {'pack us':>8} |{heads}   (us; wire computed, the rest measured)")
     base = {(x.leg, x.tokens, x.ranks): x for x in legs if x.fmt == "bf16"}
     for x in legs:
         b = base[x.leg, x.tokens, x.ranks]
-        line = f"{x.leg:18} {x.tokens:7} {x.ranks:5} {x.fmt:5} {x.nbytes / 1e6:8.1f} {x.nbytes / max(b.nbytes, 1):6.3f}"
+        line = f"{x.leg:18} {x.tokens:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f} {x.nbytes / max(b.nbytes, 1):6.3f}"
         line += f" {x.cast:8.1f} {x.pack:8.1f} |"
         line += "".join(f" {x.total(w):16.1f} {x.total(w) / max(b.total(w), 1e-9):6.2f}" for w in WIRES.values())
         print(line)
@@ -167,7 +198,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="tools.bench comm", description=__doc__)
     parser.add_argument("--model", action="store_true", help="one GPU: wire times computed from bandwidths")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--params", type=int, nargs="+", default=[1 << 24, 1 << 28], help="gradients and weights, under torchrun")
+    parser.add_argument("--params", type=int, nargs="+", default=[1 << 24, 1 << 28], help="gradients and weights")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="ep sizes, with --model")
     parser.add_argument("--tp", type=int, nargs="+", default=[2], help="tp sizes, with --model")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -195,6 +226,9 @@ def on_one(args: argparse.Namespace) -> list[Leg]:
             legs += model_dispatch(args, timer, tokens, ranks, device)
         for ranks in args.tp:
             legs += model_tp(args, timer, tokens, ranks, device)
+    for params in args.params:
+        for ranks in args.ranks:
+            legs += model_gradients(timer, params, ranks, device)
     show(legs)
     return legs
 

@@ -86,7 +86,7 @@ def sail(run: Run, mesh: Mesh, folder: Path) -> dict[str, Any]:
         update_expert_bias(model, mesh.world, 1e-3)
         seen["mu"] += [] if mu is None else [mu.mu.item()]
     optimizer.settle()
-    seen["sent"] = dict(mesh.traffic.sent)
+    seen["sent"], seen["last mu"] = dict(mesh.traffic.sent), None if mu is None else mu.mu.item()
     if run.target:
         write_shards(folder / run.target, tensors(model, optimizer, mesh.world.rank), mesh.world)
     seen["weights"] = {(n, p.offset): bits(w.data[p.local]) for n, w in named for p in w.pieces}

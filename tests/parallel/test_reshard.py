@@ -17,6 +17,9 @@ from parallel.grad_reduce import GradReducer, global_grad_norm
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import ADAM, CLIP, CONFIG, backward, errors
+from tests.parallel.sharding import Run
+from tests.parallel.sharding import on_ranks as steps_on_ranks
+from tests.parallel.sharding import sail as take_steps
 from training.checkpoint import tensors
 from training.shards import read_shards, write_shards
 
@@ -99,3 +102,42 @@ def test_resharded_resume_on_4_2_1_and_4_ranks(tmp_path: Path) -> None:
         for got, worst, bias in found:
             assert got == pytest.approx(losses[leg.first : leg.last], rel=1e-6), leg
             assert worst < 1e-5 and bias < 1e-8, leg
+
+
+@pytest.mark.distributed
+def test_31_states_reshard_to_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """FP8 moments and fp16 masters with their scales, and mu: trained by 4 owners, then 2, 4 under tp and ep, 3, and one process.
+
+    Every leg loads and saves; in the end each byte of each state is what the first leg wrote, and one more step is the same.
+    """
+    torch.set_num_threads(1)
+    still = dict(states="lean", first=2, wire="fp8_lm")
+    legs = [
+        (4, Run(1, states="lean", last=2, target="a", ep=2, wire="fp8_lm")),
+        (2, Run(1, last=2, source="a", target="b", **still)),
+        (4, Run(2, last=2, source="b", target="c", tp=2, ep=2, **still)),
+        (3, Run(1, last=2, source="c", target="d", partition="tensors", **still)),
+        (2, Run(1, last=3, source="d", **still | dict(wire="fp32"))),
+    ]
+    factors = set()
+    for ranks, run in legs:
+        found = run_ranks(ranks, steps_on_ranks, [run], str(tmp_path))
+        factors |= {seen["last mu"] for [seen] in found if run.wire == "fp8_lm"}
+    assert factors == {0.25 * 2 ** (1 / 1000) * 2 ** (1 / 1000)}  # of the four ranks that began
+    still["wire"] = "fp32"
+    first, last = (take_steps(Run(last=3, source=source, **still), Mesh.solo(), tmp_path) for source in "ad")
+    assert first == last and first["states"] > 0
+    assert [seen["losses"] for [seen] in found] == [pytest.approx(first["losses"], rel=1e-6)] * 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", ["tensorwise_current", "auto"])
+def test_28_loaded_shards_have_the_scales_of_what_was_loaded(recipe: str, tmp_path: Path) -> None:
+    """One scale of several owners, and formats that were chosen, come with the masters; ranks had zeros before."""
+    torch.set_num_threads(1)
+    still = dict(recipe=recipe, first=2, last=2, source="a")
+    [whole], *_ = run_ranks(2, steps_on_ranks, [Run(1, recipe=recipe, last=2, target="a")], str(tmp_path))
+    assert recipe != "auto" or any("now" in line for lines in whole["choices"] for line in lines), "a format has changed"
+    for ranks, run in ((3, Run(1, **still)), (2, Run(2, partition="tensors", **still)), (2, Run(**still))):
+        for [seen] in run_ranks(ranks, steps_on_ranks, [run], str(tmp_path)):
+            assert seen["weights"] == whole["weights"] and seen["scales"] == whole["scales"], (ranks, run)

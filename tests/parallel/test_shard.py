@@ -56,6 +56,12 @@ class TestTwoRanks:
         for run, by_rank in two.items():
             assert by_rank[0]["norms"] == by_rank[1]["norms"], run
 
+    def test_norm_is_that_of_one_process(self, two: dict, tmp_path: Path) -> None:
+        """Of gradients that are not rounded on the way; who counts which part changes nothing but the order of the sum."""
+        alone = sail(Run(), Mesh.solo(), tmp_path)["norms"][0]
+        for run in (Run(), Run(1), Run(1, partition="tensors"), Run(2), Run(1, ep=2), Run(1, tp=2)):
+            assert two[run][0]["norms"][0] == pytest.approx(alone, rel=1e-5), run
+
     def test_each_rank_keeps_its_share_of_the_states(self, two: dict) -> None:
         whole = two[Run()][0]
         for run in (Run(1), Run(1, partition="tensors")):
@@ -160,28 +166,6 @@ def test_26_layers_in_random_order_read_this_steps_weights() -> None:
 
 
 @pytest.mark.distributed
-def test_31_states_reshard_to_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """FP8 moments and fp16 masters with their scales: trained by 4 owners, then 2, 4 under tp and ep, 3, and one process.
-
-    Every leg loads and saves; in the end each byte of each state is what the first leg wrote, and one more step is the same.
-    """
-    torch.set_num_threads(1)
-    still = dict(states="lean", first=2)
-    legs = [
-        (4, Run(1, states="lean", last=2, target="a", ep=2)),
-        (2, Run(1, last=2, source="a", target="b", **still)),
-        (4, Run(2, last=2, source="b", target="c", tp=2, ep=2, **still)),
-        (3, Run(1, last=2, source="c", target="d", partition="tensors", **still)),
-        (2, Run(1, last=3, source="d", **still)),
-    ]
-    for ranks, run in legs:
-        found = run_ranks(ranks, on_ranks, [run], str(tmp_path))
-    first, last = (sail(Run(last=3, source=source, target=f"{source}1", **still), Mesh.solo(), tmp_path) for source in "ad")
-    assert first == last and first["states"] > 0
-    assert [seen["losses"] for [seen] in found] == [pytest.approx(first["losses"], rel=1e-6)] * 2
-
-
-@pytest.mark.distributed
 def test_27_resume_is_bitwise(tmp_path: Path) -> None:
     """With sharded FP8 states; FP8 gradients rounded stochastically, or under FP8-LM's mu, which the checkpoint keeps."""
     runs = []
@@ -191,7 +175,7 @@ def test_27_resume_is_bitwise(tmp_path: Path) -> None:
     for seen in run_ranks(2, on_ranks, runs, str(tmp_path)):
         for whole, resumed in (seen[0:3:2], seen[3:6:2]):
             assert resumed["losses"] == whole["losses"][2:] and resumed["weights"] == whole["weights"]
-            assert resumed["scales"] == whole["scales"] and resumed["mu"] == whole["mu"]
+            assert resumed["scales"] == whole["scales"] and resumed["mu"] == whole["mu"][2:]
 
 
 class TestCuts:
