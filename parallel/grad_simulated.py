@@ -25,7 +25,7 @@ from fp8.recipe import BLOCK, E4M3
 from fp8.weight import Weight
 from parallel.grad_auto_scale import AutoScale, add_codes, num_saturated, scale_of
 from parallel.grad_reduce import GradReducer
-from parallel.grad_wire import SENT, SUMMED, quantize_tiles
+from parallel.grad_wire import SENT, SUMMED, pack_tiles, sum_tiles
 from parallel.mesh import Mesh
 
 
@@ -102,5 +102,7 @@ class SimulatedReducer(GradReducer):
         if self._stochastic:
             words = weight_words(replace(weight.gradient_draw(rank), stream=stream), weight).view(-1)
             words = pad(words, (0, -n % BLOCK))
-        q = quantize_tiles(pad(value.reshape(-1), (0, -n % BLOCK)), words)
-        return q.dequantize().view(-1)[:n].view(value.shape)
+        packed = pack_tiles(pad(value.reshape(-1), (0, -n % BLOCK)), words)
+        arrived = torch.empty(packed.shape[0] * BLOCK, device=value.device)
+        sum_tiles(packed, 1, arrived)
+        return arrived[:n].view(value.shape)

@@ -96,6 +96,37 @@ def test_auto_changes_formats_of_shards_on_every_rank() -> None:
             assert seen[f"sent {fmt}"] == {"bf16" if fmt == "bf16" else "e4m3"}
 
 
+def leaving(rank: int, size: int, zero: int) -> tuple[list[int], list[bool], bool]:
+    """Bytes of gradients sent after each of four weights is ready, and whether it still holds its gradient; whether the sums are right."""
+    mesh = build_mesh()
+    named = [(str(i), Weight(256, 128, recipe=Recipe.fp32())) for i in range(4)]
+    optimizer = ShardedAdamW(named, mesh, bucket_bytes=1)  # each weight has a bucket of its own
+    for name, _ in named:
+        optimizer.set_master(name, torch.zeros(256, 128))
+    reducer = make_reducer(named, mesh, optimizer, "fp8", zero=zero)
+    sent, held = [], []
+    order = (3, 2, 1, 0) if rank == 0 else (3, 1, 2, 0)  # rank 1 finishes weight 1 before weight 2
+    for i in order:
+        named[i][1].add_grad(torch.full((256, 128), float(i + 1 + rank)))
+        sent.append(mesh.traffic.by_kind().get("gradients", 0))
+        held.append(named[i][1].main_grad is not None)
+    reducer.finish()
+    own = optimizer.weights
+    right = all(torch.equal(w.main_grad, torch.full_like(w.main_grad, 2.0 * int(name) + 3)) for name, w in own.items())
+    return sent, held, right and len(own) == 4
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_leave_for_their_owners_while_backward_runs(zero: int) -> None:
+    """In one order on all ranks: what is ready early waits for those before it. Under ZeRO-2 what has left is let go."""
+    (sent, held, right), (sent_1, held_1, right_1) = run_ranks(2, leaving, zero)
+    part = 128 * 132  # one of the two row blocks of a weight goes to the other rank
+    assert sent == [part, 2 * part, 3 * part, 4 * part] and sent_1 == [part, part, 3 * part, 4 * part]
+    assert held == [zero == 1] * 4 and held_1 == [zero == 1, True, zero == 1, zero == 1]
+    assert right and right_1
+
+
 def test_the_default_wire_is_fp8_where_the_model_computes_in_fp8() -> None:
     assert {name: wire_for("auto", recipe_named(name).is_fp8) for name in ("block", "auto", "static", "bf16", "fp32")} == {
         "block": "fp8", "auto": "fp8", "static": "fp8", "bf16": "fp32", "fp32": "fp32"
