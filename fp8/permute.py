@@ -13,9 +13,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from fp8.fused import ROW
 from fp8.grouped_gemm import Groups, make_groups, padded_rows
+from fp8.quantize import requantize_t, retile_t
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK, TENSORWISE
+from fp8.recipe import BLOCK, TENSORWISE, Spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,33 @@ def gather_rows_ref(x: Quantized, index_R: Tensor) -> Quantized:
 def permute(x: Quantized, perm: Permutation) -> Quantized:
     """[T, D] -> [R, D]: every token's row copied to its places; padding rows are zero with scale 1."""
     return gather_rows(x, perm.slot_R, perm.row_Tk.shape[1], perm.groups.block_expert_B)
+
+
+def _turning_kernels(x: Quantized, spec: Spec | None = None) -> ModuleType | None:
+    """The kernels that gather and turn in one pass (E4M3 in 1x128 tiles), None where that takes two."""
+    if not x.data.is_cuda or spec not in (None, ROW):
+        return None
+    from fp8 import permute_turn_kernels  # Triton comes with CUDA builds of torch only
+
+    return permute_turn_kernels if permute_turn_kernels.fits(x) else None
+
+
+def permute_both(x: Quantized, perm: Permutation, spec: Spec) -> tuple[Quantized, Quantized]:
+    """(rows, columns) of [T, D]: `permute(x)` [R, D] and, from the same read, its `retile_t` under `spec` [D, R]: what dgrad and
+    wgrad want of dY."""
+    kernels = _turning_kernels(x, spec)
+    if kernels:
+        return kernels.permute_both(x, perm.slot_R, perm.row_Tk.shape[1], perm.groups.block_expert_B)
+    rows = permute(x, perm)
+    return rows, retile_t(rows, spec, perm.groups.block_expert_B)
+
+
+def permute_requantize_t(x: Quantized, perm: Permutation) -> Quantized:
+    """[T, D] -> [D, R]: `requantize_t(permute(x))` in one pass, without the permuted rows: what wgrad wants of X."""
+    kernels = _turning_kernels(x)
+    if kernels:
+        return kernels.permute_square(x, perm.slot_R, perm.row_Tk.shape[1], perm.groups.block_expert_B)
+    return requantize_t(permute(x, perm), perm.groups.block_expert_B)
 
 
 def permute_slots(w_Tk: Tensor, perm: Permutation) -> Tensor:

@@ -16,6 +16,29 @@ BLOCK = 128
 INTERPRETED = triton.knobs.runtime.interpret
 
 
+@triton.jit
+def rescaled(w0, w1, w2, w3, s0, s1, s2, s3, HARDWARE: tl.constexpr):
+    """A block's words brought from the inverse scales of rows 4i .. 4i + 3 to the largest of them, and that scale.
+
+    A row of zeros has scale 1 and takes no part in the maximum.
+    """
+    used = tl.max(join4(w0, w1, w2, w3) & 0x7F7F7F7F, 1) > 0
+    bits = tl.where(used, join4(s0, s1, s2, s3).to(tl.int32, bitcast=True), 0)
+    target = tl.max(tl.reshape(bits, (128,)), 0)
+    target = tl.where(target > 0, target, 0x3F800000)  # an all-zero block has scale 1
+    k0, k1, k2, k3 = split4((target - bits) >> 23)
+    w0, w1 = shift_word(w0, k0[:, None], HARDWARE), shift_word(w1, k1[:, None], HARDWARE)
+    w2, w3 = shift_word(w2, k2[:, None], HARDWARE), shift_word(w3, k3[:, None], HARDWARE)
+    return w0, w1, w2, w3, target.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def turned_words(w0, w1, w2, w3):
+    """Words of four columns of rows 4i .. 4i + 3 -> words of four rows of columns 4w .. 4w + 3."""
+    t0, t1 = byte_column(w0, w1, w2, w3, 0), byte_column(w0, w1, w2, w3, 1)
+    return t0, t1, byte_column(w0, w1, w2, w3, 2), byte_column(w0, w1, w2, w3, 3)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _transpose_words(
     q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, cols, words_per_row_t,
@@ -41,19 +64,9 @@ def _transpose_words(
         s1 = tl.load(si + 1, mask=row + 1 < rows, other=0.0)
         s2 = tl.load(si + 2, mask=row + 2 < rows, other=0.0)
         s3 = tl.load(si + 3, mask=row + 3 < rows, other=0.0)
-        # A row of zeros has scale 1 and takes no part in the block's maximum.
-        used = tl.max(join4(w0, w1, w2, w3) & 0x7F7F7F7F, 1) > 0
-        bits = tl.where(used, join4(s0, s1, s2, s3).to(tl.int32, bitcast=True), 0)
-        target = tl.max(tl.reshape(bits, (128,)), 0)
-        target = tl.where(target > 0, target, 0x3F800000)  # an all-zero block has scale 1
-        k0, k1, k2, k3 = split4((target - bits) >> 23)
-        w0 = shift_word(w0, k0[:, None], HARDWARE)
-        w1 = shift_word(w1, k1[:, None], HARDWARE)
-        w2 = shift_word(w2, k2[:, None], HARDWARE)
-        w3 = shift_word(w3, k3[:, None], HARDWARE)
-        tl.store(sit_ptr + cb * tl.num_programs(1) + rb, target.to(tl.float32, bitcast=True))
-    t0, t1 = byte_column(w0, w1, w2, w3, 0), byte_column(w0, w1, w2, w3, 1)
-    t2, t3 = byte_column(w0, w1, w2, w3, 2), byte_column(w0, w1, w2, w3, 3)
+        w0, w1, w2, w3, inverse = rescaled(w0, w1, w2, w3, s0, s1, s2, s3, HARDWARE)
+        tl.store(sit_ptr + cb * tl.num_programs(1) + rb, inverse)
+    t0, t1, t2, t3 = turned_words(w0, w1, w2, w3)
     dst = qt_ptr + e.to(tl.int64) * cols * words_per_row_t
     store_transposed(dst, cb, rb, cols, words_per_row_t, t0, t1, t2, t3, 32)
 

@@ -16,21 +16,24 @@ from torch.autograd.function import FunctionCtx
 from fp8.activation import Activation
 from fp8.grouped_gemm import clear_unused, grouped_gemm_nt, grouped_wgrad
 from fp8.quantize import requantize_t, transpose
+from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from fp8.swiglu import quantize_pre_activation, quantize_swiglu, quantize_swiglu_backward, swiglu_ref
 from fp8.weight import Weight
 from model.config import ModelConfig
 from parallel.dispatch import (
+    DispatchPlan,
     PlanStart,
     buffer_rows,
     combine_rows,
     combine_slots,
     dispatch,
-    dispatch_rows,
+    dispatch_turned,
     start_combine_rows,
-    start_dispatch_rows,
+    start_dispatch_both,
     start_plan,
+    turns_tokens,
 )
 from parallel.memory import explained
 from parallel.mesh import Axis
@@ -67,6 +70,15 @@ class _Call:
         return explained(f"{self.name}, {local} experts of ep rank {axis.rank}", rows, row_bytes)
 
 
+def _keep_for_wgrad(call: _Call, rows_q: Quantized, plan: DispatchPlan) -> Callable[[], Quantized]:
+    """Keeps the tokens, or the rows where turning those is cheaper (stage 0 and 1); returns what makes x for wgrad from them."""
+    if call.stage >= 2 or turns_tokens(call.x.q, plan):
+        tokens = call.x.ticket.claim()
+        return lambda: dispatch_turned(tokens.pop(), plan)
+    rows = call.stash.put(f"{call.name}.rows", rows_q).claim()
+    return lambda: requantize_t(rows.pop(), plan.perm.groups.block_expert_B)
+
+
 class _RoutedExperts(torch.autograd.Function):
     """forward   h = x[row] . w1^T,  a = silu(h_gate) * h_up * weight,  y = a . w2^T,  out[t] = sum of y over t's rows
     dgrad     da = dy . w2,  (dh, dweight) = swiglu'(h, da),  dx[t] = sum over t's rows of dh . w1
@@ -93,11 +105,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.call, ctx.plan, ctx.dtype = replace(call, x=None, start=None), plan, dtype
         ctx.w_R = stash.put(f"{name}.weights", w_R).claim()
         ctx.h = stash.put(f"{name}.pre", h_q).claim()
-        if call.stage >= 2:
-            source = x.ticket.claim()
-            ctx.rows = stash.put(f"{name}.rows", None, lambda: dispatch_rows(source.pop(), plan)).claim()
-        else:
-            ctx.rows = stash.put(f"{name}.rows", rows_q).claim()
+        ctx.turned_x = _keep_for_wgrad(call, rows_q, plan) if w1.trainable else None
         ctx.a = stash.put(f"{name}.out", a_q).claim() if call.stage < 1 else None
         return combine_rows(y_RD, plan)
 
@@ -106,28 +114,27 @@ class _RoutedExperts(torch.autograd.Function):
         call, plan, groups = ctx.call, ctx.plan, ctx.plan.perm.groups
         with call.in_memory(plan.axis, lambda: groups.max_rows, ctx.dtype):
             w1, w2 = call.w1, call.w2
-            arriving = start_dispatch_rows(w2.quantize_grad(dout_TD), plan)
+            arriving = start_dispatch_both(w2.quantize_grad(dout_TD), plan, w2.gradient_t if w2.trainable else None)
             w2_t = transpose(w2.q)  # while dy travels
             w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
-            dy_q = arriving()
+            dy_q, dy_t = arriving()
             da_Rf = grouped_gemm_nt(dy_q, w2_t, groups, ctx.dtype)
             del w2_t
             if w1.is_watched:
                 clear_unused(da_Rf, groups)
             a_q = ctx.a.pop() if ctx.a is not None else quantize_swiglu(h_q, w_R, w2, ctx.dtype, live_B)
             if w2.trainable:
-                dy_t, a_t = w2.retile_grad_t(dy_q, live_B), requantize_t(a_q, live_B)
+                a_t = requantize_t(a_q, live_B)
                 w2.accumulate(lambda out, acc: grouped_wgrad(dy_t, a_t, groups, out, acc))
-                del dy_t, a_t
-            del dy_q, a_q
+                del a_t
+            del dy_q, dy_t, a_q
             dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
             del h_q, da_Rf
             dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
             leaving = start_combine_rows(dx_RD, plan)  # dx travels while w1's gradient is made
             del dh_q, dx_RD
-            rows_q = ctx.rows.pop()
             if w1.trainable:
-                x_t = requantize_t(rows_q, live_B)
+                x_t = ctx.turned_x()
                 w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
             return leaving(), combine_slots(dw_R, plan), None, None, None
 
@@ -147,9 +154,9 @@ class RoutedExperts(nn.Module):
         self.gate_up = split_weight((c.num_experts, 2 * width, hidden), 0, ep, recipe, **options)
         self.down = split_weight((c.num_experts, hidden, width), 0, ep, recipe, **options)
 
-    def start(self, ids_Tk: Tensor) -> PlanStart:
-        """Tells the ranks how many tokens will come; other work may follow before `forward`."""
-        return start_plan(ids_Tk, self.num_experts, self.ep)
+    def start(self, ids_Tk: Tensor, tokens: tuple[Activation, Tensor] | None = None) -> PlanStart:
+        """Tells the ranks how many tokens will come, or sends them: x and weights. Other work may follow before `forward`."""
+        return start_plan(ids_Tk, self.num_experts, self.ep, tokens and (tokens[0].q, tokens[1].detach()))
 
     def forward(self, x: Activation, start: PlanStart, weights_Tk: Tensor) -> Tensor:
         call = _Call(x, start, self.gate_up, self.down, self.stash, self.name, self.stage)

@@ -4,13 +4,16 @@ A token goes once to each rank that owns one of its experts, however many it own
 its experts and sums their outputs before sending one row back. So a token costs at most min(k, n) rows each way.
 
     dispatch          x_q [T, D] + weights [T, k]  ->  rows [R, D] grouped by local expert, weights [R], and the plan
-    dispatch_rows     the same trip for other rows: dY in backward, x again under recompute
+    dispatch_rows     the same trip for other rows
+    dispatch_both     for dY in backward: rows, and columns for wgrad
+    dispatch_turned   for x again, turned for wgrad
     combine_rows      y [R, D] -> [T, D], summed over each token's experts: the output, and dX in backward
     combine_slots     dweights [R] -> [T, k]
 
 Rows of one expert are in (source rank, token) order. Dropless: buffers are sized from counts that the ranks exchange,
 which is the one host synchronisation of a layer, started by `start_plan` and waited for in `dispatch`. With ep = 1
-there is none.
+there is none; nor with `axis.gathers`, where every rank gets every token, ids and all, and picks what its experts want: the same
+rows in the same order, buffers for any routing (n * T * k rows), and no counts.
 
 Shapes: T tokens here, k experts a token, E experts, e = E / n of this rank, n ranks, M rows sent, N rows received, R
 rows of the padded buffer, D features.
@@ -31,17 +34,20 @@ from fp8.permute import (
     Permutation,
     build_permutation,
     permute,
+    permute_both,
+    permute_requantize_t,
     permute_slots,
     sum_rows,
     unpermute_slots,
     unpermute_sum,
 )
-from fp8.quantize import quantize
+from fp8.quantize import quantize, requantize_t, retile_t
 from fp8.quantized import Quantized
-from fp8.recipe import BLOCK
-from parallel.collectives import all_to_all, start_all_to_all, start_exchange
+from fp8.recipe import BLOCK, Spec
+from parallel.collectives import Pending, all_to_all, start_all_gather, start_all_to_all, start_exchange
 from parallel.mesh import Axis
-from parallel.payload import RowFormat, extra_of, pack, unpack
+from parallel.payload import RowFormat, pack, unpack
+from parallel.send_plan import Counted, count_tokens, order_tokens, own_slots, read_slots, slot_bytes
 from parallel.traffic import FORMAT_NAMES
 
 DISPATCH, COMBINE = "dispatch", "combine"
@@ -54,8 +60,8 @@ class DispatchPlan:
     Attributes:
         perm: from the rows received here to the rows of this rank's experts. `perm.groups` is what the grouped GEMMs
         take. send, recv: tokens to and from each rank; empty on a solo axis, where tokens are permuted in place.
-        token_M: int64 token of each row sent, in (rank, token) order. row_Tn: int64 row of M of token t's copy for
-        each rank; -1 where it has none.
+        token_M: int64 token of each row sent, in (rank, token) order; None: all tokens go to each rank.
+        row_Tn: int64 row, among what comes back, of token t's sum on each rank; -1 where it has none.
     """
 
     axis: Axis
@@ -68,67 +74,39 @@ class DispatchPlan:
 
 @dataclass(frozen=True, eq=False)
 class PlanStart:
-    """Counts on their way to the host: `counts` is a host tensor that is valid once `ready` has passed."""
+    """Counts on their way to the host: `counts` is a host tensor that is valid once `ready` has passed. Gathered: the tokens."""
 
     axis: Axis
     ids_Tk: Tensor
     num_experts: int
-    to_rank_Tn: Tensor | None = None
+    counted: Counted | None = None
     counts: Tensor | None = None
     ready: torch.cuda.Event | None = None
+    flight: Pending | None = None
 
 
-def start_plan(ids_Tk: Tensor, num_experts: int, axis: Axis) -> PlanStart:
+def start_plan(ids_Tk: Tensor, num_experts: int, axis: Axis, tokens: tuple[Quantized, Tensor] | None = None) -> PlanStart:
     """Starts the exchange of counts; call it as soon as the expert ids exist, and do other work before `dispatch`.
 
-    Each rank learns from every other how many tokens come, and how many rows for each of its experts.
+    Each rank learns from every other how many tokens come, and how many rows for each of its experts. Gathered, the tokens
+    themselves leave already here, if they are given: what `dispatch` will be called with.
     """
     if axis.size == 1:
         return PlanStart(axis, ids_Tk, num_experts)
     assert num_experts % axis.size == 0, f"{num_experts} experts do not split over ep = {axis.size}"
-    local = num_experts // axis.size
-    owner_Tk = ids_Tk // local
-    ranks = torch.arange(axis.size, device=ids_Tk.device)
-    to_rank_Tn = (owner_Tk[:, :, None] == ranks).any(1)
-    flat = ids_Tk.flatten()
-    rows_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    rows_E.scatter_add_(0, flat, torch.ones_like(flat))
-    sent = torch.cat([to_rank_Tn.sum(0)[:, None], rows_E.view(axis.size, local)], dim=1)  # [n, 1 + e]
+    if axis.gathers:
+        return PlanStart(axis, ids_Tk, num_experts, flight=None if tokens is None else _gather_tokens(*tokens, ids_Tk, axis))
+    counted = count_tokens(ids_Tk, num_experts, axis.size)
     one_each = [1] * axis.size
-    received = all_to_all(sent, axis, DISPATCH, one_each, one_each)
-    counts = torch.stack([sent, received])
+    received = all_to_all(counted.sent, axis, DISPATCH, one_each, one_each)
+    counts = torch.stack([counted.sent, received])
     if not counts.is_cuda:
-        return PlanStart(axis, ids_Tk, num_experts, to_rank_Tn, counts)
+        return PlanStart(axis, ids_Tk, num_experts, counted, counts)
     host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
     host.copy_(counts, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
-    return PlanStart(axis, ids_Tk, num_experts, to_rank_Tn, host, ready)
-
-
-def send_order(to_rank_Tn: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(token_M, rank_M, row_Tn): rows in (rank, token) order, without a host synchronisation."""
-    to_rank_nT = to_rank_Tn.t()
-    place_nT = (to_rank_nT.flatten().cumsum(0) - 1).view(to_rank_nT.shape)
-    target = torch.where(to_rank_nT, place_nT, num_rows)  # tokens that do not go write to the extra entry
-    flat = torch.empty(num_rows + 1, dtype=torch.int64, device=to_rank_Tn.device)
-    flat[target.flatten()] = torch.arange(target.numel(), device=flat.device)
-    flat, tokens = flat[:-1], max(to_rank_Tn.shape[0], 1)
-    return flat % tokens, flat // tokens, torch.where(to_rank_nT, place_nT, -1).t().contiguous()
-
-
-def _pack_slots(weights_Mk: Tensor, ids_Mk: Tensor) -> Tensor:
-    """Routing weights (fp32) and local expert ids (int16, -1: not on that rank) as bytes [M, X], X a multiple of 4."""
-    ids = ids_Mk.to(torch.int16)
-    if ids.shape[1] % 2:
-        ids = torch.nn.functional.pad(ids, (0, 1), value=-1)
-    return torch.cat([weights_Mk.float().contiguous().view(torch.uint8), ids.contiguous().view(torch.uint8)], dim=1)
-
-
-def _unpack_slots(extra_NX: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Undoes `_pack_slots`: (weights [N, k] fp32, ids [N, k] int64)."""
-    weights, ids = extra_NX[:, : 4 * k].contiguous(), extra_NX[:, 4 * k :].contiguous()
-    return weights.view(torch.float32), ids.view(torch.int16)[:, :k].long()
+    return PlanStart(axis, ids_Tk, num_experts, counted, host, ready)
 
 
 def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quantized, Tensor, DispatchPlan]:
@@ -148,19 +126,40 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     if axis.size == 1:
         plan = DispatchPlan(axis, build_permutation(start.ids_Tk, start.num_experts))
         return permute(x_q, plan.perm), permute_slots(weights_Tk, plan.perm), plan
+    if axis.gathers:
+        return _dispatch_gathered(x_q, weights_Tk, start)
     local, k = start.num_experts // axis.size, start.ids_Tk.shape[1]
     send, recv = _token_counts(start)
     with _beside_later_work(start) as hand_over:
-        token_M, rank_M, row_Tn = send_order(start.to_rank_Tn, sum(send))
-        ids_Mk = start.ids_Tk[token_M] - (rank_M * local)[:, None]
-        extra = _pack_slots(weights_Tk[token_M], torch.where((ids_Mk >= 0) & (ids_Mk < local), ids_Mk, -1))
-        form, payload = RowFormat.of(x_q, extra.shape[1]), pack(x_q, token_M, extra)
+        order = order_tokens(start.ids_Tk, weights_Tk, start.counted, local, sum(send))
+        form, payload = RowFormat.of(x_q, order.slots_MX.shape[1]), pack(x_q, order.token_M, order.slots_MX)
         arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
-        hand_over(token_M, row_Tn, arrived)
-    weights_Nk, ids_Nk = _unpack_slots(extra_of(arrived, form), k)
+        hand_over(order.token_M, order.row_Tn, arrived)
+    weights_Nk, ids_Nk = read_slots(arrived, form.data_bytes, k, 0, local)
     perm = build_permutation(ids_Nk, local, buffer_rows(start))
     rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
-    return rows, w_R, DispatchPlan(axis, perm, tuple(send), tuple(recv), token_M, row_Tn)
+    return rows, w_R, DispatchPlan(axis, perm, tuple(send), tuple(recv), order.token_M, order.row_Tn)
+
+
+def _gather_tokens(x_q: Quantized, weights_Tk: Tensor, ids_Tk: Tensor, axis: Axis) -> Pending:
+    payload = pack(x_q, None, own_slots(ids_Tk, weights_Tk))
+    return start_all_gather(payload, axis, DISPATCH, FORMAT_NAMES[x_q.data.dtype])
+
+
+def _dispatch_gathered(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quantized, Tensor, DispatchPlan]:
+    axis, (tokens, k) = start.axis, start.ids_Tk.shape
+    local, form = start.num_experts // axis.size, RowFormat.of(x_q, slot_bytes(k))
+    arrived = (start.flight or _gather_tokens(x_q, weights_Tk, start.ids_Tk, axis)).wait()
+    weights_Nk, ids_Nk = read_slots(arrived, form.data_bytes, k, axis.rank * local, local)
+    perm, each = build_permutation(ids_Nk, local, buffer_rows(start)), (tokens,) * axis.size
+    rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
+    return rows, w_R, DispatchPlan(axis, perm, each, each, None, _row_of_each_rank(tokens, axis.size, x_q.device))
+
+
+@cache
+def _row_of_each_rank(tokens: int, ranks: int, device: torch.device) -> Tensor:
+    """int64 [T, n]: row r * T + t, token t's among what rank r sends back; zero where rank r has none of its experts."""
+    return torch.arange(tokens * ranks, device=device).view(ranks, tokens).t().contiguous()
 
 
 @cache
@@ -194,9 +193,10 @@ def _token_counts(start: PlanStart) -> tuple[list[int], list[int]]:
 
 
 def buffer_rows(start: PlanStart) -> int:
-    """Rows of the padded buffer, once counts are known: each expert's rounded up to a block. At ep = 1 what holds any routing."""
-    if start.axis.size == 1:
-        return padded_rows(start.ids_Tk.numel(), start.num_experts)
+    """Rows of the padded buffer, once counts are known: each expert's rounded up to a block; without counts, for any routing."""
+    axis = start.axis
+    if axis.size == 1 or axis.gathers:
+        return padded_rows(axis.size * start.ids_Tk.numel(), start.num_experts // axis.size)
     rows_e = start.counts[1, :, 1:].sum(0)
     return max(BLOCK, int(((rows_e + BLOCK - 1) // BLOCK * BLOCK).sum()))
 
@@ -209,13 +209,44 @@ def start_dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Callable[[], Quan
     if plan.axis.size == 1:
         return lambda: permute(x_q, plan.perm)
     form, payload = RowFormat.of(x_q), pack(x_q, plan.token_M)
-    flight = start_all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
+    fmt = FORMAT_NAMES[form.dtype]
+    if plan.axis.gathers:
+        flight = start_all_gather(payload, plan.axis, DISPATCH, fmt)
+    else:
+        flight = start_all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, fmt)
     return lambda: _unpack_rows(flight.wait(), form, x_q, plan.perm)
 
 
 def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
     """`start_dispatch_rows`, waited for."""
     return start_dispatch_rows(x_q, plan)()
+
+
+def start_dispatch_both(
+    x_q: Quantized, plan: DispatchPlan, columns: Spec | None
+) -> Callable[[], tuple[Quantized, Quantized | None]]:
+    """`start_dispatch_rows` of dY, whose function also gives the rows re-tiled and transposed under `columns` [D, R], if any."""
+    if plan.axis.size == 1 and columns is not None:
+        return lambda: permute_both(x_q, plan.perm, columns)
+    arriving = start_dispatch_rows(x_q, plan)
+
+    def wait() -> tuple[Quantized, Quantized | None]:
+        rows = arriving()
+        return rows, None if columns is None else retile_t(rows, columns, plan.perm.groups.block_expert_B)
+
+    return wait
+
+
+def dispatch_turned(x_q: Quantized, plan: DispatchPlan) -> Quantized:
+    """[T, D] -> [D, R] with square tiles: x along an existing plan once more, as wgrad reads it."""
+    if plan.axis.size == 1:
+        return permute_requantize_t(x_q, plan.perm)
+    return requantize_t(dispatch_rows(x_q, plan), plan.perm.groups.block_expert_B)
+
+
+def turns_tokens(x_q: Quantized, plan: DispatchPlan) -> bool:
+    """Whether `dispatch_turned` of [T, D] reads less than turning the rows [R, D], so that nobody need keep those."""
+    return plan.axis.size == 1 and x_q.tile == (1, BLOCK)
 
 
 def _unpack_rows(arrived_NB: Tensor, form: RowFormat, sent: Quantized, perm: Permutation) -> Quantized:
@@ -251,42 +282,3 @@ def combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Tensor:
     if plan.axis.size == 1:
         return dw_Nk
     return sum_rows(all_to_all(dw_Nk, plan.axis, COMBINE, plan.recv, plan.send), plan.row_Tn)
-
-
-# ---------------------------------------------------------------- reference
-
-
-@dataclass(frozen=True, eq=False)
-class RefPlan:
-    """What `combine_ref` needs: the order in which slots were sent, and rows of each (source rank, local expert)."""
-
-    order: Tensor
-    send: list[int]
-    recv_ne: Tensor
-    shape_Tk: torch.Size
-
-
-def dispatch_ref(x_TD: Tensor, ids_Tk: Tensor, num_experts: int, axis: Axis) -> tuple[list[Tensor], RefPlan]:
-    """Plain dispatch: a high-precision row for each (token, slot), sorted by expert, through `all_to_all`.
-
-    Returns:
-        ([rows, D] of each local expert in (source rank, token) order, the plan).
-    """
-    n, local, k = axis.size, num_experts // axis.size, ids_Tk.shape[1]
-    order = torch.argsort(ids_Tk.flatten(), stable=True)
-    sent_ne = torch.bincount(ids_Tk.flatten(), minlength=num_experts).view(n, local)
-    recv_ne = all_to_all(sent_ne, axis, "ref", [1] * n, [1] * n)
-    send = sent_ne.sum(1).tolist()
-    rows = all_to_all(x_TD[order // k], axis, "ref", send, recv_ne.sum(1).tolist())
-    parts = rows.split(recv_ne.flatten().tolist())  # (source rank, local expert) order
-    return [torch.cat(parts[e::local]) for e in range(local)], RefPlan(order, send, recv_ne, ids_Tk.shape)
-
-
-def combine_ref(y_e: list[Tensor], plan: RefPlan, axis: Axis) -> Tensor:
-    """Rows of each local expert -> [T, D], summed over slots."""
-    per_expert = [y.split(plan.recv_ne[:, e].tolist()) for e, y in enumerate(y_e)]
-    rows = torch.cat([parts[source] for source in range(axis.size) for parts in per_expert])
-    back = all_to_all(rows, axis, "ref", plan.recv_ne.sum(1).tolist(), plan.send)
-    y_Tk = torch.empty_like(back)
-    y_Tk[plan.order] = back
-    return y_Tk.unflatten(0, plan.shape_Tk).sum(1)

@@ -123,6 +123,8 @@ class Bytes:
         per_row = 4 / spec.tile[1] if rows else 0.0
         self.activation = spec.dtype.itemsize + per_row  # of one element, scales included
         self.fp8 = spec.is_fp8
+        self.as_they_are = spec.dtype == hidden  # nothing is rounded, so a GEMM's input is kept without a copy
+        self.turns_tokens = spec.tile == (1, BLOCK)  # wgrad's X comes from the tokens again: at ep = 1 no rows are kept
 
 
 def expert_rows(c: ModelConfig, layout: Layout, tokens: int) -> int:
@@ -146,13 +148,14 @@ def kept_by_layer(
     norms = 0 if stage >= 2 else 1
     attention = norms * t * D * b.activation + whole * heads * d * b.activation  # norm's output, input of `out`
     if stage < 3:  # q and k before their norms (views of qkv), q, k, o and the log-sum-exp of the core
-        attention += whole * ((heads + 2 * kv) * d + 2 * heads * d + kv * d) * b.hidden + whole * heads * 4
+        outputs = 1 if b.as_they_are else 2  # q; o, unless it is the input of `out` itself
+        attention += whole * ((heads + 2 * kv) * d + outputs * heads * d + kv * d) * b.hidden + whole * heads * 4
     shared = c.shared_intermediate_size // tp
     moe = norms * t * D * b.activation
     moe += whole * shared * b.activation * (2 + (stage < 1))
     moe += rows * (2 * c.moe_intermediate_size * b.activation + 4 + 8)  # pre-activations, routing weights, slot of each row
     moe += rows * c.moe_intermediate_size * b.activation * (stage < 1)
-    moe += rows * D * b.activation * norms
+    moe += rows * D * b.activation * norms * (not (b.turns_tokens and layout.ep == 1))
     router = t * E * 4 * 2 + t * c.num_experts_per_tok * (8 * 2 + 4 * 3)  # logits and scores; ids, rows, weights
     dense = norms * t * D * b.activation + whole * c.intermediate_size // tp * b.activation * (2 + (stage < 1))
     residual = 2 * t * D * b.hidden

@@ -5,15 +5,17 @@ import torch
 
 from fp8 import permute as permute_module
 from fp8 import permute_kernels as kernels
+from fp8 import permute_turn_kernels as turn_kernels
 from fp8.grouped_gemm import Groups, padded_rows
 from fp8.permute import Permutation, build_permutation_ref, gather_rows_ref, sum_rows_ref
-from fp8.quantize import quantize_ref
+from fp8.quantize import quantize_ref, requantize_t_ref, retile_t_ref
 from fp8.quantized import Quantized
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, marks, randn, same_bytes
 
 pytestmark = marks
 CASES = [(1, 1, 1, 128), (150, 4, 37, 272)]
 CASES += [] if INTERPRETED else [(4096, 8, 256, 2048), (1000, 6, 64, 1536), (3, 8, 256, 2048), (16384, 8, 256, 256)]
+TURNED = [(1, 1, 1, 128), (20, 2, 3, 256)] if INTERPRETED else [case for case in CASES if case[3] % 128 == 0]
 
 
 def chosen(tokens: int, k: int, experts: int, holes: bool) -> torch.Tensor:
@@ -56,6 +58,26 @@ def test_rows_go_and_come_back(tokens: int, k: int, experts: int, cols: int, for
     y = randn(perm.groups.max_rows, cols)
     y[end:] = float("nan")  # rows past the last group must not be read
     assert torch.equal(kernels.sum_rows(y, perm.row_Tk), sum_rows_ref(y, perm.row_Tk))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("tokens, k, experts, cols", TURNED)
+def test_gathered_and_turned_in_one_pass(tokens: int, k: int, experts: int, cols: int, holes: bool) -> None:
+    perm = built(chosen(tokens, k, experts, holes), experts)
+    wide = torch.exp2(4 * torch.randn(tokens, 1, device=DEVICE))  # tokens of unlike magnitude, so that re-tiling has to round
+    x = quantize_ref((randn(tokens, cols, dtype=torch.float32) * wide).bfloat16(), ROW)
+    assert turn_kernels.fits(x)
+    live, end = perm.groups.block_expert_B, int(perm.groups.ends_E[-1])
+    rows = gather_rows_ref(x, torch.where(perm.slot_R >= 0, perm.slot_R // k, perm.slot_R))
+    got_rows, got_columns = turn_kernels.permute_both(x, perm.slot_R, k, live)
+    assert same_bytes(got_rows, rows, end)
+    want = retile_t_ref(Quantized(rows.data[:end], rows.scale_inv[:end], rows.tile), ROW)
+    blocks = end // 128
+    assert torch.equal(got_columns.data.view(torch.uint8)[:, :end], want.data.view(torch.uint8))
+    assert torch.equal(got_columns.scale_inv[:, :blocks], want.scale_inv)
+    square, want = turn_kernels.permute_square(x, perm.slot_R, k, live), requantize_t_ref(rows)
+    assert torch.equal(square.data.view(torch.uint8)[:, :end], want.data.view(torch.uint8)[:, :end])
+    assert torch.equal(square.scale_inv[:, :blocks], want.scale_inv[:, :blocks])
 
 
 def test_values_go_and_come_back() -> None:

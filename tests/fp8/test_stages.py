@@ -132,7 +132,7 @@ def test_each_stage_frees_the_class_it_names(accounts: dict[int, Account]) -> No
         return {name for name in before if after.get(name, 0) < before[name]}
 
     assert fell(1) == {"SwiGLU"}
-    assert fell(2) == {"norm", "permuted rows and routing"}
+    assert fell(2) == {"norm"}  # on one rank permuted rows are kept at no stage: wgrad's X is turned from the tokens
     assert fell(3) == {"attention", "GEMM outputs"}
     assert fell(4) >= {"SwiGLU", "attention", "residual stream", "permuted rows and routing"}
 
@@ -182,7 +182,7 @@ def test_order_of_freeing_inside_a_layer() -> None:
     account.add = record
     total.backward()
     last = {name: i for i, name in enumerate(order)}
-    chain = ["block.experts.out", "block.experts.rows", "block.norm", "attention.core", "attention.norm"]
+    chain = ["block.experts.out", "block.norm", "attention.core", "attention.norm"]
     places = [last[f"layers.1.{name}"] for name in chain]
     assert places == sorted(places), order
 
