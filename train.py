@@ -66,7 +66,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
     record_collectives(config.run.dir)
     mesh = build_mesh(
         parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s,
-        tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True,
+        tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True, dispatch=parallel.dispatch,
     )  # fmt: skip
     metrics = stack.enter_context(closing(Metrics(config, active=mesh.world.rank == 0)))
     metrics.prefix = admit(config, device)

@@ -64,7 +64,7 @@ class MoE(nn.Module):
         x = rms_norm_quantize(h_TD, self.norm, c.rms_norm_eps, consumer, self.stash, f"{self.name}.norm", rebuild)
         own = split_normed(x, self.tp)
         routing = self.router(own, count=not ctx.recomputing)
-        start = self.experts.start(routing.ids_Tk)
+        start = self.experts.start(routing.ids_Tk, (own.edge, routing.weights_Tk))
         shared_TD = self.shared(x.edge) if self.shared is not None else None  # hides the exchange of counts
         y_TD = join_tokens(self.experts(own.edge, start, routing.weights_Tk), self.tp)
         out_TD = add_residual(x.h_TD, y_TD) if shared_TD is None else add_residual(x.h_TD, y_TD, shared_TD)

@@ -41,6 +41,7 @@ class Axis:
         wire: how rows that will be summed travel (tp reduce-scatter, ep combine): None in their own dtype, an FP8 spec as FP8
         bytes that are summed in FP32.
         sequence: tp only: the tokens between dense layers are split over the axis; off, every rank has them all.
+        gathers: ep only: every rank gets every token of the axis, and nobody counts (parallel/dispatch.py).
     """
 
     group: Any
@@ -49,6 +50,7 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic, repr=False)
     wire: Spec | None = None
     sequence: bool = True
+    gathers: bool = False
 
     @staticmethod
     def solo(traffic: Traffic | None = None) -> Axis:
@@ -121,9 +123,7 @@ def check_layout(
     return problems
 
 
-def _axis(
-    rank: int, members: list[list[int]], traffic: Traffic, timeout_s: float, wire: Spec | None = None, sequence: bool = True
-) -> Axis:
+def _axis(rank: int, members: list[list[int]], traffic: Traffic, timeout_s: float, **options: Any) -> Axis:
     """The axis of `rank` among `members`. Every process makes every group, in the same order, as torch requires.
 
     A new group takes torch's default timeout (half an hour on gloo), not that of the default group.
@@ -133,7 +133,7 @@ def _axis(
         if len(ranks) > 1:
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             if rank in ranks:
-                mine = Axis(group, ranks.index(rank), len(ranks), traffic, wire, sequence)
+                mine = Axis(group, ranks.index(rank), len(ranks), traffic, **options)
     return mine
 
 
@@ -146,6 +146,7 @@ def build_mesh(
     tp_wire: Spec | None = None,
     combine_wire: Spec | None = None,
     timed: bool = False,
+    dispatch: str = "auto",
 ) -> Mesh:
     """The mesh of this process, from torchrun's environment or an initialised torch.distributed.
 
@@ -154,6 +155,8 @@ def build_mesh(
         sequence_parallel: split the tokens between dense layers over tp.
         tp_wire, combine_wire: FP8 spec for the tp reduce-scatter and the ep combine; None: the tensors' own dtype.
         timed: measure time per kind of collective too.
+        dispatch: "gathered": each ep rank gets all tokens; "counted": those of its experts; "auto": gathered at ep = 2, where
+            nearly every token has an expert on either rank.
 
     Raises:
         ValueError: the layout is impossible; raised before any process group is made.
@@ -174,11 +177,12 @@ def build_mesh(
         else:
             dist.init_process_group("gloo", **_meeting(timeout_s))
     rank, traffic = dist.get_rank(), Traffic(timed)
+    gathers = dispatch == "gathered" or (dispatch == "auto" and ep == 2)
     consecutive = lambda n: [list(range(i, i + n)) for i in range(0, world, n)]  # noqa: E731
     strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
     return Mesh(
-        tp=_axis(rank, consecutive(tp), traffic, timeout_s, tp_wire, sequence_parallel),
-        ep=_axis(rank, consecutive(ep), traffic, timeout_s, combine_wire),
+        tp=_axis(rank, consecutive(tp), traffic, timeout_s, wire=tp_wire, sequence=sequence_parallel),
+        ep=_axis(rank, consecutive(ep), traffic, timeout_s, wire=combine_wire, gathers=gathers),
         dp=_axis(rank, strided(tp), traffic, timeout_s),
         edp=_axis(rank, strided(ep), traffic, timeout_s),
         world=_axis(rank, consecutive(world), traffic, timeout_s),

@@ -2,6 +2,7 @@
 
     count_tokens   ids -> how many tokens go to each rank, and how many rows that makes for each of its experts
     order_tokens   ids, weights -> the token of each row to send, and the slots (weights, local expert ids) that go with it
+    own_slots      the slots of all tokens, for all ranks
     read_slots     the slots that came with rows
 
 All on the device, without a host synchronisation; on a GPU one or two launches each (send_plan_kernels.py): between the counts'
@@ -119,14 +120,25 @@ def order_tokens(ids_Tk: Tensor, weights_Tk: Tensor, counted: Counted, local: in
 # ---------------------------------------------------------------- what came
 
 
-def read_slots_ref(payload_NB: Tensor, start: int, k: int) -> tuple[Tensor, Tensor]:
+def own_slots(ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """uint8 [T, X]: as in a SendOrder, the expert ids as they are."""
+    ids = F.pad(ids_Tk.to(torch.int16), (0, ids_Tk.shape[1] % 2), value=-1)
+    return torch.cat([weights_Tk.float().contiguous().view(torch.uint8), ids.contiguous().view(torch.uint8)], dim=1)
+
+
+def read_slots_ref(payload_NB: Tensor, start: int, k: int, first: int, local: int) -> tuple[Tensor, Tensor]:
     """The definition of `read_slots`."""
     end = start + 4 * k
     weights, ids = payload_NB[:, start:end].contiguous(), payload_NB[:, end : start + slot_bytes(k)].contiguous()
-    return weights.view(torch.float32), ids.view(torch.int16)[:, :k].long()
+    ids_Nk = ids.view(torch.int16)[:, :k].long() - first
+    return weights.view(torch.float32), torch.where((ids_Nk >= 0) & (ids_Nk < local), ids_Nk, -1)
 
 
-def read_slots(payload_NB: Tensor, start: int, k: int) -> tuple[Tensor, Tensor]:
-    """(weights [N, k] fp32, local expert ids [N, k] int64, -1: not here) from byte `start` on of each packed row."""
+def read_slots(payload_NB: Tensor, start: int, k: int, first: int, local: int) -> tuple[Tensor, Tensor]:
+    """(weights [N, k] fp32, expert ids [N, k] int64) from byte `start` on of each packed row.
+
+    Args:
+        first, local: of the ids there, [first, first + local) are here; they count from `first`, others become -1.
+    """
     kernels = _kernels(payload_NB)
-    return kernels.read_slots(payload_NB, start, k) if kernels else read_slots_ref(payload_NB, start, k)
+    return (kernels.read_slots if kernels else read_slots_ref)(payload_NB, start, k, first, local)

@@ -78,13 +78,16 @@ def _order_tokens(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _read_slots(w_ptr, i_ptr, weights_ptr, ids_ptr, count, start, K: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr):
+def _read_slots(
+    w_ptr, i_ptr, weights_ptr, ids_ptr, count, start, first, local, K: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr
+):
     """weights[i], ids[i] of slot i = row * K + place; packed rows have WORDS words, slots from word `start` on."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     ok = i < count
     row, slot = (i // K).to(tl.int64), i % K
     tl.store(weights_ptr + i, tl.load(w_ptr + row * WORDS + start + slot, mask=ok), mask=ok)
-    tl.store(ids_ptr + i, tl.load(i_ptr + row * (2 * WORDS) + 2 * (start + K) + slot, mask=ok).to(tl.int64), mask=ok)
+    expert = tl.load(i_ptr + row * (2 * WORDS) + 2 * (start + K) + slot, mask=ok).to(tl.int32) - first
+    tl.store(ids_ptr + i, tl.where((expert >= 0) & (expert < local), expert, -1).to(tl.int64), mask=ok)
 
 
 def _block(ranks: int) -> tuple[int, int]:
@@ -125,7 +128,7 @@ def order_tokens(ids_Tk: Tensor, weights_Tk: Tensor, counted: Counted, local: in
     return SendOrder(token, row, slots)
 
 
-def read_slots(payload_NB: Tensor, start: int, k: int) -> tuple[Tensor, Tensor]:
+def read_slots(payload_NB: Tensor, start: int, k: int, first: int, local: int) -> tuple[Tensor, Tensor]:
     """As send_plan.read_slots_ref; rows and `start` in whole words."""
     rows, device = payload_NB.shape[0], payload_NB.device
     weights = torch.empty(rows, k, dtype=torch.float32, device=device)
@@ -133,7 +136,7 @@ def read_slots(payload_NB: Tensor, start: int, k: int) -> tuple[Tensor, Tensor]:
     if rows:
         words = payload_NB.shape[1] // 4
         _read_slots[(cdiv(rows * k, 1024),)](
-            payload_NB.view(torch.float32), payload_NB.view(torch.int16), weights, ids, rows * k, start // 4,
+            payload_NB.view(torch.float32), payload_NB.view(torch.int16), weights, ids, rows * k, start // 4, first, local,
             K=k, WORDS=words, SIZE=1024, num_warps=4,
         )  # fmt: skip
     return weights, ids

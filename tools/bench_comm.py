@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fp8.permute import Permutation, build_permutation, sum_rows, unpermute_sum
-from fp8.quantize import cast_fp8, quantize
+from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, E4M3, Recipe
 from fp8.route import select_experts
-from parallel.grad_auto_scale import add_codes, scale_of
+from parallel.grad_auto_scale import add_codes, decode_codes, encode_codes, scale_of
 from parallel.grad_wire import PACKED, pack_tiles, sum_tiles
 from parallel.mesh import build_mesh, close_mesh
 from parallel.payload import RowFormat, pack, unpack
@@ -159,15 +159,16 @@ def model_gradients(timer: Timer | None, params: int, ranks: int, device: torch.
     """
     flat, own = torch.randn(params, device=device), torch.empty(params // ranks, device=device)
     scale, packed = scale_of(flat), pack_tiles(flat)
-    codes = cast_fp8(flat * scale, E4M3)
+    codes = torch.empty(params, dtype=E4M3, device=device)
+    encode_codes(flat, scale, codes)
     low, weights = flat.bfloat16(), torch.zeros(params, dtype=torch.uint8, device=device)
     arrived, wide = weights.clone(), low.clone()
     calls = {
         "bf16 cast": lambda: (flat.to(torch.bfloat16), own.copy_(low[: len(own)])),
         "fp8 cast": lambda: pack_tiles(flat),
         "fp8 sum": lambda: sum_tiles(packed, ranks, own),
-        "fp8_lm cast": lambda: cast_fp8(flat * scale_of(flat), E4M3),
-        "fp8_lm sum": lambda: own.copy_(add_codes(codes.view(ranks, -1)).float() / scale),
+        "fp8_lm cast": lambda: encode_codes(flat, scale_of(flat), codes),
+        "fp8_lm sum": lambda: decode_codes(add_codes(codes.view(ranks, -1)), scale, own),
         "fp8 move": lambda: (arrived[: len(own)].copy_(weights[: len(own)]), weights.copy_(arrived)),
         "bf16 move": lambda: (wide[: len(own)].copy_(low[: len(own)]), low.copy_(wide)),
     }

@@ -173,7 +173,7 @@ def layout_named(text: str, device: torch.device) -> tuple[Mesh, ParallelConfig]
     as_bool = {"true": True, "false": False}
     values = {name: as_bool[value] if kinds[name] is bool else kinds[name](value) for name, value in given.items()}
     p = ParallelConfig(**values)
-    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire])
+    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch)
     return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p
 
 

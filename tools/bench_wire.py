@@ -107,11 +107,11 @@ def token_legs(args: argparse.Namespace, timer: WireTimer, tokens: int, axis: Ax
     for fmt in ("bf16", "fp8"):
         make = (lambda: quantize(x, ROW)) if fmt == "fp8" else (lambda: Quantized.unscaled(x))
         ready = make()
-        rows, _, plan = dispatch(ready, weights, start_plan(ids, args.experts, axis))
+        rows, _, plan = dispatch(ready, weights, start_plan(ids, args.experts, axis, (ready, weights)))
         packed = pack(ready, plan.token_M)
         wire = timer(lambda packed=packed, plan=plan: all_to_all(packed, axis, "bench", plan.send, plan.recv))
         calls = {
-            "dispatch x": lambda q: dispatch(q, weights, start_plan(ids, args.experts, axis)),
+            "dispatch x": lambda q: dispatch(q, weights, start_plan(ids, args.experts, axis, (q, weights))),
             "dispatch dY": lambda q, plan=plan: start_dispatch_rows(q, plan)(),
         }
         for leg, call in calls.items():

@@ -63,6 +63,9 @@ class ParallelConfig:
     # in FP8 recipes, fp32 in fp8.recipe=bf16 and fp32
     grad_wire: Literal["auto", "fp32", "bf16", "fp8", "fp8_lm"] = "auto"
     grad_rounding: Literal["nearest", "stochastic"] = "nearest"  # of grad_wire=fp8
+    # Which tokens an ep rank gets: those of its experts, counted first, or all of them, without counts and without the host; auto:
+    # gathered at ep = 2
+    dispatch: Literal["auto", "counted", "gathered"] = "auto"
     # Optimizer states split over the replicas of a weight (1), gradients too (2); 0: every replica has all of them
     zero: int = 1
     overlap_gather: bool = True  # sharded: new weights arrive under the next forward

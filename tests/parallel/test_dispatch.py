@@ -20,15 +20,8 @@ from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from model.loss import count_valid
-from parallel.dispatch import (
-    combine_ref,
-    combine_rows,
-    combine_slots,
-    dispatch,
-    dispatch_ref,
-    dispatch_rows,
-    start_plan,
-)
+from parallel.dispatch import combine_rows, combine_slots, dispatch, dispatch_rows, start_plan
+from parallel.dispatch_reference import combine_ref, dispatch_ref
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
 from tests.parallel.layouts import Case, build, global_batch
@@ -124,11 +117,11 @@ def recorded_reads() -> Iterator[Counter[str]]:
 
 
 def host_reads(rank: int, size: int) -> dict[tuple[int, int], tuple[dict[str, int], dict[str, int]]]:
-    """(reads in forward, reads in backward) of a whole model, by ep and activation stage."""
+    """(reads in forward, reads in backward) of a whole model, by ep (-2: gathered) and activation stage."""
     seen = {}
-    for ep, stage in ((1, 0), (2, 0), (2, 2), (2, 3), (2, 4)):
-        mesh = build_mesh(1, ep)
-        model = build(Case(ep=ep, recipe="block", stage=stage), mesh)
+    for ep, stage in ((1, 0), (2, 0), (2, 2), (2, 3), (2, 4), (-2, 0), (-2, 4)):
+        mesh = build_mesh(1, abs(ep), dispatch="gathered" if ep < 0 else "counted")
+        model = build(Case(ep=abs(ep), recipe="block", stage=stage), mesh)
         tokens, labels = (x.chunk(2)[rank] for x in global_batch())
         valid = count_valid(tokens, labels)
         with recorded_reads() as forward:
@@ -144,23 +137,28 @@ def host_reads(rank: int, size: int) -> dict[tuple[int, int], tuple[dict[str, in
 
 @pytest.mark.distributed
 def test_a_layer_waits_once_for_the_device() -> None:
-    """Its counts at ep > 1. A layer that is recomputed whole (stage 4) dispatches again and so waits again."""
+    """Its counts at ep > 1, unless all tokens are gathered. A layer that is recomputed whole (stage 4) dispatches again."""
     for seen in run_ranks(2, host_reads):
-        assert seen[1, 0] == ({}, {})
+        assert seen[1, 0] == seen[-2, 0] == seen[-2, 4] == ({}, {})
         for stage in (0, 2, 3):
             assert seen[2, stage] == ({"_token_counts": MOE_LAYERS}, {}), stage
         assert seen[2, 4] == ({"_token_counts": MOE_LAYERS}, {"_token_counts": MOE_LAYERS})
 
 
 CASES = ("plain", "uneven", "empty_source", "idle_rank", "one_expert")
+GATHERED_CASES = ("plain", "idle_rank", "one_expert")  # every rank has as many tokens
 
 
 def all_layouts(rank: int, size: int) -> dict:
     results = {}
     for ep in (1, 2, 4):
-        mesh = build_mesh(1, ep)
+        mesh = build_mesh(1, ep, dispatch="counted")
         for case in CASES:
             results[ep, case] = check_layout(rank, mesh, case)
+    for ep in (2, 4):
+        mesh = build_mesh(1, ep, dispatch="gathered")
+        for case in GATHERED_CASES:
+            results[-ep, case] = check_layout(rank, mesh, case)
     wired = build_mesh(1, 4, combine_wire=ROW)
     ids, x = routing("plain", rank, 96), torch.randn(96, D, generator=torch.Generator().manual_seed(rank))
     rows, _, plan = dispatch(Quantized.unscaled(x), torch.ones(96, K), start_plan(ids, EXPERTS, wired.ep))
@@ -184,9 +182,9 @@ def holds(by_rank: list[dict], check: str, cases: tuple[str, ...] = CASES) -> bo
     failed = [
         (rank, ep, case)
         for rank, results in enumerate(by_rank)
-        for ep in (1, 2, 4)
+        for ep in (1, 2, 4, -2, -4)  # below zero: gathered
         for case in cases
-        if not results[ep, case][check]
+        if (ep, case) in results and not results[ep, case][check]
     ]
     assert not failed, f"{check} fails at (rank, ep, case) {failed}"
     return True

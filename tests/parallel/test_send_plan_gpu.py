@@ -30,9 +30,10 @@ def test_count_order_read(tokens: int, k: int, experts: int, ranks: int, idle: b
 
     payload = torch.randint(0, 256, (num_rows, 32 + slot_bytes(k) + 4), dtype=torch.uint8, device=DEVICE)
     payload[:, 32 : 32 + slot_bytes(k)] = order.slots_MX
-    for mine, theirs in zip(kernels.read_slots(payload, 32, k), read_slots_ref(payload, 32, k), strict=True):
-        assert torch.equal(mine, theirs)
-    back = read_slots_ref(payload, 32, k)
+    for first, here in ((0, local), (local // 2, local - local // 2 - 1)):
+        for mine, theirs in zip(*(f(payload, 32, k, first, here) for f in (kernels.read_slots, read_slots_ref)), strict=True):
+            assert torch.equal(mine, theirs)
+    back = read_slots_ref(payload, 32, k, 0, local)
     assert torch.equal(back[0], weights[order.token_M])
 
 

@@ -16,8 +16,7 @@ from model.router import routers
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
 from tests.model import tiny
-from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import config_of, losses, ragged_batches, snapshot, tensors_of
+from tests.training.runs import config_of, losses, ragged_batches, snapshot, tensors_of
 from training.data import Batch
 from training.faults import BadStepError, FaultConfig, Guard, slowest, unhealthy
 from training.metrics import Phases

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from parallel.mesh import Mesh
 from tests.training.test_checkpoint import Toy, checkpointer, empty, quiet
-from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
 from training.config import Config, load_config
 from training.config_loading import leaves
 from training.data import Loader, PackedDataset

@@ -18,8 +18,7 @@ from parallel.mesh import Mesh, build_mesh
 from parallel.sharded_optimizer import make_optimizer
 from tests.helpers import ROOT, run_ranks, run_train
 from tests.model import tiny
-from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import losses, ragged_batches
+from tests.training.runs import losses, ragged_batches
 from training.masters import tensors
 from training.metrics import Phases
 from training.run_state import whole_checkpoints
@@ -113,7 +112,7 @@ def test_4_a_bad_step_moves_nothing_anywhere_and_leaves_no_trace(how: str) -> No
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_policies_with_everything_sharded(base: Path, tmp_path: Path, policy: str) -> None:  # noqa: F811
+def test_policies_with_everything_sharded(base: Path, tmp_path: Path, policy: str) -> None:
     """`train.py` on two ranks, ZeRO-2, the default wires; a gradient of rank 1 is NaN once. Replicas are compared at every step."""
     script = tmp_path / "one.py"
     script.write_text(

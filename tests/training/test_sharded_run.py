@@ -9,15 +9,14 @@ import torch
 
 import train
 from tests.helpers import run_train
-from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import config_of, losses, tensors_of
+from tests.training.runs import config_of, losses, tensors_of
 from training.errors import UserError
 from training.metrics import read_metrics
 from training.run_state import whole_checkpoints
 
 
 @pytest.mark.distributed
-def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> None:
     """6 steps at once, and 3 + 3 with another process in between: the same losses bit for bit. Wires are the defaults."""
     options = ["parallel.zero=2", "parallel.grad_rounding=stochastic", "optim.states=lean"]
     options += ["train.global_batch=4", "train.micro_batch=1", "eval.samples=0", "train.log_every=1", "checkpoint.every=3"]
@@ -42,7 +41,7 @@ def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path) -> None:
     options = [
         "parallel.grad_wire=fp8_lm",
         "eval.samples=0",
@@ -59,7 +58,7 @@ def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path
 
 
 @pytest.mark.distributed
-def test_a_run_of_simulated_ranks_is_the_run_of_so_many(base: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_of_simulated_ranks_is_the_run_of_so_many(base: Path, tmp_path: Path) -> None:
     """Two ranks, and one process that rounds as they do: the same masters in the end, bit for bit."""
     options = [
         "fp8.health_every=0",

@@ -16,8 +16,7 @@ import torch
 import train
 from parallel.mesh import build_mesh
 from tests.helpers import ROOT, run_ranks, run_train
-from tests.training.test_train_loop import base as base  # noqa: F401 (a fixture)
-from tests.training.test_train_loop import config_of, losses
+from tests.training.runs import config_of, losses
 from training.errors import STOPPED, UNSAVED
 from training.process import lost_contact
 from training.run_state import whole_checkpoints
