@@ -26,8 +26,8 @@ def add_stochastic_(weight: Weight, x: Tensor, draw: Draw) -> None:
     """weight.main_grad (BF16) += x, rounded stochastically. `draw` must be one of a step and a use of the weight."""
     total = weight.main_grad
     if total.is_cuda:
-        from fp8 import optimizer_kernels  # Triton comes with CUDA builds of torch only
+        from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
 
-        if optimizer_kernels.whole_blocks(weight) and total.is_contiguous():
-            return optimizer_kernels.add_stochastic_(weight, x, draw)
+        if optimizer_launch.whole_blocks(weight) and total.is_contiguous():
+            return optimizer_launch.add_stochastic_(weight, x, draw)
     total.copy_(add_stochastic_ref(total, x, weight_words(draw, weight)))

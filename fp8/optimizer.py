@@ -7,14 +7,13 @@
 
 Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101. Low-bit states: FP8-LM, arXiv 2310.18313, section 2.3; the
 formats and the reason for stochastic rounding are in state_codecs.py. The arithmetic is FP32. A CUDA device takes one fused
-pass over gradient, states and weight (optimizer_kernels.py); the reference here is its definition.
+pass over gradient, states and weight (optimizer_launch.py, optimizer_kernels.py); the reference here is its definition.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -24,20 +23,10 @@ from fp8.offload import on_device, to_host, visiting
 from fp8.philox import GRADIENT, Draw, weight_words
 from fp8.recipe import BLOCK
 from fp8.state_codecs import Codec, State, new_state
-from fp8.states import PRESETS, ROLES, States, states_named  # noqa: F401, who configures an AdamW needs them all
+from fp8.states import PRESETS, ROLES, Hyper, States, states_named  # noqa: F401, who configures an AdamW needs them all
 from fp8.weight import Weight
 
-
-@dataclass(frozen=True)
-class Hyper:
-    """The numbers of one step, as the arithmetic uses them."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    decay: float  # 1 - lr * weight_decay
-    step_size: float  # lr / (1 - beta1^t)
-    rsqrt_correction2: float  # 1 / sqrt(1 - beta2^t)
+Update = Callable[[Hyper, Draw, Tensor], None]  # one step of one weight, its gradient times the last argument
 
 
 def adamw_ref(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: Hyper) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +75,10 @@ class AdamW:
             _check_pieces(name, weight, self._codecs[name])
             weight.gradient_draw = partial(self._gradient_draw, self._parameter[name])
         self._state: dict[str, dict[str, State]] = {}
+        self._updaters: dict[str, tuple[tuple[object, ...], Update]] = {}  # with the tensors that each is good for
+        self._table: Callable[[Hyper, Tensor], None] | None = None
+        self._table_of: tuple[object, ...] = ()
+        self._alone: list[str] = []
 
     def _gradient_draw(self, parameter: int, use: int) -> Draw:
         return Draw(self.seed, self.num_steps + 1, parameter, GRADIENT, use)
@@ -162,22 +155,59 @@ class AdamW:
         device = todo[0][1].data.device  # filled on the device: a copy from the host would wait
         is_tensor = isinstance(grad_scale, Tensor)
         scale = grad_scale.to(device, torch.float32) if is_tensor else torch.full((), grad_scale, device=device)
+        hypers = {decays: self._hyper(lr, decays) for decays in (False, True)}
         away = [self._state[name] for name, weight in todo if self._travels(weight)]
         visitors = visiting(away, device) if away else iter(())
+        together = []
         for name, weight in todo:
-            state = next(visitors) if self._travels(weight) else self._state[name]
-            hyper = Hyper(
-                beta1=self.beta1,
-                beta2=self.beta2,
-                eps=self.eps,
-                decay=1 - lr * self.weight_decay if weight.decay else 1.0,
-                step_size=lr / (1 - self.beta1**self.num_steps),
-                rsqrt_correction2=1 / math.sqrt(1 - self.beta2**self.num_steps),
-            )
             draw = Draw(self.seed, self.num_steps, self._parameter[name])
-            update(weight, state, self._codecs[name], hyper, draw, scale)
-            weight.clear_grad()
+            if self._travels(weight):
+                updater(weight, next(visitors), self._codecs[name])(hypers[weight.decay], draw, scale)
+            elif weight.data.is_cuda and weight.data.dtype == torch.float32:
+                together.append(name)
+            else:
+                self._updater(name)(hypers[weight.decay], draw, scale)
         next(visitors, None)  # the last one goes home
+        self._update_together(together, hypers, scale)
+        for _, weight in todo:
+            weight.clear_grad()
+
+    def _hyper(self, lr: float, decays: bool) -> Hyper:
+        return Hyper(
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            decay=1 - lr * self.weight_decay if decays else 1.0,
+            step_size=lr / (1 - self.beta1**self.num_steps),
+            rsqrt_correction2=1 / math.sqrt(1 - self.beta2**self.num_steps),
+        )
+
+    def _updater(self, name: str) -> Update:
+        """`updater` of a weight whose states stay, made anew only when one of its tensors is another."""
+        weight = self.weights[name]
+        now = weight.data, weight.scale_inv, weight.main_grad, self._state[name], weight.recipe
+        before, found = self._updaters.get(name, ((), None))
+        if found is None or any(a is not b for a, b in zip(before, now, strict=True)):
+            found = updater(weight, self._state[name], self._codecs[name])
+            self._updaters[name] = now, found
+        return found
+
+    def _update_together(self, names: list[str], hypers: dict[bool, Hyper], scale: Tensor) -> None:
+        """FP32 weights on a GPU: one launch for all that a table can hold."""
+        if not names:
+            return
+        from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
+
+        now = tuple(t for name in names for t in (self.weights[name].data, self.weights[name].main_grad, self._state[name]))
+        if len(now) != len(self._table_of) or any(a is not b for a, b in zip(self._table_of, now, strict=True)):
+            fit = [name for name in names if optimizer_launch.in_table(self.weights[name], self._state[name])]
+            self._table = optimizer_launch.Table([(self.weights[name], self._state[name]) for name in fit]) if fit else None
+            self._table_of, self._alone = now, [name for name in names if name not in fit]
+        if self._table is not None:
+            self._table(hypers[True], scale)
+        for name in self._alone:
+            draw = Draw(self.seed, self.num_steps, self._parameter[name])
+            self._updater(name)(hypers[self.weights[name].decay], draw, scale)
 
 
 def _check_pieces(name: str, weight: Weight, codecs: dict[str, Codec]) -> None:
@@ -233,16 +263,14 @@ def _keep_unless(condition: Tensor, live: Tensor, new: Tensor) -> None:
     live.copy_(torch.where(condition, new, live))
 
 
-def update(
-    weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor
-) -> None:
-    """`update_ref`, in one pass on a GPU where a kernel covers the formats and shapes."""
+def updater(weight: Weight, state: dict[str, State], codecs: dict[str, Codec]) -> Update:
+    """`update_ref` of one weight, in one pass on a GPU where a kernel covers the formats and shapes."""
     if weight.data.is_cuda:
-        from fp8 import optimizer_kernels  # Triton comes with CUDA builds of torch only
+        from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
 
-        if optimizer_kernels.covers(weight, codecs):
-            return optimizer_kernels.update(weight, state, codecs, h, draw, grad_scale)
-    update_ref(weight, state, codecs, h, draw, grad_scale)
+        if optimizer_launch.covers(weight, codecs):
+            return optimizer_launch.Plan(weight, state, codecs)
+    return partial(update_ref, weight, state, codecs)
 
 
 def bytes_report(optimizer: AdamW) -> dict[str, int]:
@@ -261,14 +289,3 @@ def bytes_report(optimizer: AdamW) -> dict[str, int]:
             if tensor is not optimizer.weights[name].data and tensor.device == weight.data.device:
                 found[kind.partition(".")[0]] += tensor.nbytes
     return found
-
-
-def sum_of_squares(t: Tensor) -> Tensor:
-    """0-dim fp64; on a GPU one read and no copy of `t`, summed in FP32 by a tree; a CPU's plain FP32 sum would be off by 1e-6."""
-    return torch.linalg.vector_norm(t, dtype=torch.float32 if t.is_cuda else torch.float64).double().square()
-
-
-def grad_norm_squared(named_weights: Iterable[tuple[str, Weight]]) -> Tensor:
-    """Sum of squares of this rank's gradients, 0-dim fp64; weights without a gradient count zero."""
-    squares = [sum_of_squares(w.main_grad) for _, w in named_weights if w.has_grad and w.trainable]
-    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

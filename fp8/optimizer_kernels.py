@@ -1,4 +1,4 @@
-"""AdamW in one pass over gradient, states and weight: Triton kernels behind optimizer.py.
+"""AdamW in one pass over gradient, states and weight: Triton kernels, launched by optimizer_launch.py.
 
 A program owns one 128x128 block of one matrix: every scale (1x128 groups of the moments, 128x128 of master and weight) lies
 within it, so nothing is read twice and programs share nothing. Weights that are not whole blocks with FP32 states (norms,
@@ -10,14 +10,9 @@ The limit is arithmetic as much as memory: bits are added and compared as intege
 elements, all three states from disjoint bits of its words.
 """
 
-from collections.abc import Iterator
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp8.optimizer import ROLES, Hyper
 from fp8.optimizer_device import (
     KEPT,
     MASTER_BITS,
@@ -35,24 +30,13 @@ from fp8.optimizer_device import (
     store_master,
     store_v,
 )
-from fp8.philox import Draw
-from fp8.philox_kernels import draw_arguments, row_words
+from fp8.philox_kernels import row_words
 from fp8.quantize_device import abs_bits, pow2_scale
-from fp8.quantize_kernels import INTERPRETED
-from fp8.recipe import BLOCK
-from fp8.state_codecs import Bf16, Codec, E4M3Groups, Fp16, Fp32, State, UnsignedGroups
-from fp8.weight import Weight
 
-FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
-# ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
-LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16}
 _SCALARS = [  # never a reason to compile anew
     "piece_rows", "piece_cols", "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0",
     "quads_per_row", "quads_per_matrix", "c1", "c2", "c3", "k0", "k1",
 ]  # fmt: skip
-
-
-# ---------------------------------------------------------------- kernels
 
 
 @triton.jit
@@ -84,7 +68,7 @@ def _update_rows(
 
 
 @triton.jit(do_not_specialize=_SCALARS)
-def _update_blocks(
+def update_blocks(
     grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
     piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
     c1, c2, c3, k0, k1, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
@@ -140,16 +124,17 @@ def _update_blocks(
 
 
 @triton.jit
-def _update_elements(
-    grad_ptr, grad_scale_ptr, weight_ptr, x_ptr, m_ptr, v_ptr, size,
-    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
-    WEIGHT: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+def float_ptr(place_ptr):
+    """A pointer to FP32 values from the address at `place_ptr`."""
+    return tl.multiple_of(tl.load(place_ptr).to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def _update_run(
+    i, size, grad_ptr, grad_scale, weight_ptr, x_ptr, m_ptr, v_ptr,
+    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2, WEIGHT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """FP32 states, weight unscaled (BF16) or the master itself."""
-    grad_scale = tl.load(grad_scale_ptr)
-    if abs_bits(grad_scale) >= 0x7F800000:
-        return
-    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    """Elements `i` below `size`: FP32 states, weight unscaled (BF16) or the master itself."""
     ok = i < size
     g = tl.load(grad_ptr + i, mask=ok, other=0.0).to(tl.float32) * grad_scale
     m = tl.load(m_ptr + i, mask=ok, other=0.0) * beta1 + g * rest1
@@ -163,8 +148,44 @@ def _update_elements(
         tl.store(weight_ptr + i, round_bf16(x, HARDWARE).to(tl.bfloat16, bitcast=True), mask=ok)
 
 
+@triton.jit
+def update_elements(
+    grad_ptr, grad_scale_ptr, weight_ptr, x_ptr, m_ptr, v_ptr, size,
+    beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    WEIGHT: tl.constexpr, HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One weight with a master beside it."""
+    grad_scale = tl.load(grad_scale_ptr)
+    if abs_bits(grad_scale) >= 0x7F800000:
+        return
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    _update_run(
+        i, size, grad_ptr, grad_scale, weight_ptr, x_ptr, m_ptr, v_ptr,
+        beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2, WEIGHT, HARDWARE,
+    )  # fmt: skip
+
+
+@triton.jit
+def update_table(
+    table_ptr, place_ptr, grad_scale_ptr, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
+    HARDWARE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Many FP32 weights. table: int64 rows (gradient, weight, m, v, size, decays); place: int32 row and part of each program."""
+    grad_scale = tl.load(grad_scale_ptr)
+    if abs_bits(grad_scale) >= 0x7F800000:
+        return
+    row, part = tl.load(place_ptr + 2 * tl.program_id(0)), tl.load(place_ptr + 2 * tl.program_id(0) + 1)
+    row_ptr = table_ptr + 6 * row
+    grad_ptr, x_ptr, m_ptr, v_ptr = float_ptr(row_ptr), float_ptr(row_ptr + 1), float_ptr(row_ptr + 2), float_ptr(row_ptr + 3)
+    _update_run(
+        part.to(tl.int64) * SIZE + tl.arange(0, SIZE), tl.load(row_ptr + 4), grad_ptr, grad_scale, x_ptr, x_ptr, m_ptr, v_ptr,
+        beta1, rest1, beta2, rest2, eps, tl.where(tl.load(row_ptr + 5) != 0, decay, 1.0), step_size, rsqrt_correction2,
+        "own", HARDWARE,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=_SCALARS[3:])
-def _add_stochastic(
+def add_stochastic(
     total_ptr, x_ptr, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1
 ):
     """BF16 total += x over 32 rows x 128 columns, rounded by the upper 16 bits of each element's word."""
@@ -178,104 +199,3 @@ def _add_stochastic(
     total = tl.load(total_ptr + offset).to(tl.float32) + tl.load(x_ptr + offset).to(tl.float32)
     bits = (total.to(tl.int32, bitcast=True) + ((word >> 16) & 0xFFFF)) >> 16
     tl.store(total_ptr + offset, bits.to(tl.int16).to(tl.bfloat16, bitcast=True))
-
-
-# ---------------------------------------------------------------- launchers
-
-
-def _pieces(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int], int]]:
-    """(first matrix, row, column), (matrices, rows, columns) and first global element of each piece."""
-    for piece in weight.pieces:
-        local = (slice(0, 1),) * (3 - len(piece.local)) + tuple(piece.local)
-        place, stride = 0, 1
-        for offset, size in zip(reversed(piece.offset), reversed(weight.global_shape), strict=True):
-            place, stride = place + offset * stride, stride * size
-        yield tuple(s.start or 0 for s in local), tuple(s.stop - (s.start or 0) for s in local), place
-
-
-def whole_blocks(weight: Weight) -> bool:
-    """Whether every piece consists of 128x128 blocks of the local tensor, and of quads of the global one."""
-    if weight.data.dim() not in (2, 3) or weight.global_shape[-1] % 4:
-        return False
-    sizes = [n for start, size, _ in _pieces(weight) for n in (*start[1:], *size[1:])]
-    aligned = all(n % BLOCK == 0 for n in (*weight.data.shape[-2:], *sizes))
-    return aligned and all(place % 4 == 0 for _, _, place in _pieces(weight))
-
-
-def _all_fp32(codecs: dict[str, Codec]) -> bool:
-    return all(isinstance(codec, Fp32) for codec in codecs.values())
-
-
-def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
-    """Whether a kernel here has these formats and this shape; otherwise the reference runs, on any device."""
-    known = all(type(codec) in FORMATS for codec in codecs.values()) and weight.main_grad.is_contiguous()
-    return known and ((_all_fp32(codecs) and weight.scale_inv is None) or whole_blocks(weight))
-
-
-def _scalars(h: Hyper) -> tuple[float, ...]:
-    return h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.decay, h.step_size, h.rsqrt_correction2
-
-
-def update(
-    weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor
-) -> None:
-    """One weight's update in place, as optimizer.update_ref states it."""
-    data, grad = weight.data, weight.main_grad
-    parts = [state[role] for role in ROLES]
-    x, m, v = (part["data"] for part in parts)
-    options = dict(HARDWARE=not INTERPRETED, enable_fp_fusion=False)
-    stored = _stored(weight) if x is not data else "own"
-    if _all_fp32(codecs) and weight.scale_inv is None:
-        _update_elements[(triton.cdiv(data.numel(), 1024),)](
-            grad, grad_scale, data, x, m, v, data.numel(), *_scalars(h), WEIGHT=stored, SIZE=1024, num_warps=4, **options
-        )
-    else:
-        _launch_blocks(weight, parts, codecs, h, draw, grad_scale, stored, options)
-    if stored == "none":
-        weight.set_(codecs["master"].decode(state["master"]))
-
-
-def _stored(weight: Weight) -> str:
-    """What the kernel writes as the weight; "none" where other tiles or a changing recipe need `Weight.set_`."""
-    if weight.recipe.adaptive or len(weight.scales):
-        return "none"
-    if weight.data.dtype == torch.bfloat16:
-        return "bf16"
-    return "fp8" if weight.spec.fmt == "e4m3" and weight.spec.tile == (BLOCK, BLOCK) else "none"
-
-
-def _launch_blocks(
-    weight: Weight, parts: list[State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor,
-    stored: str, options: dict[str, bool],
-) -> None:  # fmt: skip
-    """One launch for each piece."""
-    data, grad = weight.data, weight.main_grad
-    x, m, v = (part["data"] for part in parts)
-    x_scale, m_scale, v_scale = (part.get("scale", part["data"]) for part in parts)
-    if m.dtype == torch.float8_e4m3fn:
-        m = m.view(torch.uint8)
-    weight_scale = data if weight.scale_inv is None else weight.scale_inv
-    codes = data.view(torch.uint8) if data.element_size() == 1 else data
-    formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
-    for (cols, rows, matrices), place in _places(weight):
-        _update_blocks[(cols * rows * matrices,)](
-            grad, grad_scale, codes, weight_scale, x, x_scale, m, m_scale, v, v_scale, rows, cols, *place,
-            *draw_arguments(draw), *_scalars(h), WEIGHT=stored, **formats, **options, **LAUNCH,
-        )  # fmt: skip
-
-
-def _places(weight: Weight) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...]]]:
-    """Grid in blocks and the kernels' arguments `row_blocks` to `quads_per_matrix`, for each piece."""
-    row_blocks, col_blocks = (size // BLOCK for size in weight.data.shape[-2:])
-    quads_per_row = weight.global_shape[-1] // 4
-    for (matrix0, row0, col0), (matrices, num_rows, num_cols), place in _pieces(weight):
-        grid = (num_cols // BLOCK, num_rows // BLOCK, matrices)
-        quads = place // 4, quads_per_row, quads_per_row * weight.global_shape[-2]
-        yield grid, (row_blocks, col_blocks, row0 // BLOCK, col0 // BLOCK, matrix0, *quads)
-
-
-def add_stochastic_(weight: Weight, x: Tensor, draw: Draw) -> None:
-    """gradient.add_stochastic_ on a GPU; the same bits as its reference."""
-    for (cols, rows, matrices), place in _places(weight):
-        grid = (cols, 4 * rows, matrices)
-        _add_stochastic[grid](weight.main_grad, x.contiguous(), *place, *draw_arguments(draw), num_warps=4)

@@ -1,4 +1,4 @@
-"""Which format each optimizer state has, and the presets by name."""
+"""Which format each optimizer state has, the presets by name, and the numbers of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from fp8.state_codecs import CODECS, Codec
 from fp8.weight import Weight
 
 ROLES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The numbers of one optimizer step, as the arithmetic uses them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float  # 1 - lr * weight_decay
+    step_size: float  # lr / (1 - beta1^t)
+    rsqrt_correction2: float  # 1 / sqrt(1 - beta2^t)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8.optimizer import sum_of_squares
+from fp8.grad_norm import sum_of_squares
 from fp8.recipe import BLOCK
 from fp8.weight import Piece, Weight
 from parallel.collectives import Pending, all_reduce, start_all_reduce
@@ -227,11 +227,10 @@ def global_grad_norm(named_weights: Iterable[tuple[str, Weight]], mesh: Mesh) ->
     Each distinct part of a weight is counted by one rank, then one all-reduce over the world: replicas count once,
     shards add up, and a rank without a token contributes its zeros.
     """
-    squares, device = [], None
+    parts, device = [], None
     for _, weight in named_weights:
         device = weight.data.device
         if weight.trainable and weight.has_grad:
             owned = _owned(weight, mesh)
-            squares += [sum_of_squares(weight.main_grad[p.local]) for p in weight.pieces if owned(p)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return all_reduce(total, mesh.world, "norm").sqrt().float()
+            parts += [weight.main_grad[p.local] for p in weight.pieces if owned(p)]
+    return all_reduce(sum_of_squares(parts).to(device), mesh.world, "norm").sqrt().float()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8.optimizer import sum_of_squares
+from fp8.grad_norm import sum_of_squares
 from fp8.recipe import BLOCK
 from fp8.weight import SAMPLE_ROWS, Weight, weights
 from parallel.collectives import Pending, all_reduce, start_all_gather
@@ -262,7 +262,7 @@ class Shards:
 
     def norm(self) -> Tensor:
         """As `global_grad_norm`, each part counted by its owner."""
-        squares, tp, device = [], self.mesh.tp, next(iter(self.all.values())).data.device
+        parts, tp, device = [], self.mesh.tp, next(iter(self.all.values())).data.device
         for group in self.groups:
             for weight, shell in zip(group.weights, group.shells, strict=True):
                 if shell is None or not (shell.trainable and shell.has_grad):
@@ -270,6 +270,5 @@ class Shards:
                 split = tuple(weight.data.shape) != tuple(weight.global_shape)
                 for p in shell.pieces:
                     if weight.expert or weight.tp_partial or (tp.rank % p.replicas == 0 if split else tp.rank == 0):
-                        squares.append(sum_of_squares(shell.main_grad[p.local]))
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        return all_reduce(total, self.mesh.world, "norm").sqrt().float()
+                        parts.append(shell.main_grad[p.local])
+        return all_reduce(sum_of_squares(parts).to(device), self.mesh.world, "norm").sqrt().float()

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fp8.optimizer import PRESETS, AdamW, bytes_report, grad_norm_squared
+from fp8.grad_norm import grad_norm_squared
+from fp8.optimizer import PRESETS, AdamW, bytes_report
 from fp8.recipe import Recipe
 from fp8.weight import Weight
 
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--params", type=float, default=2e9)
     parser.add_argument("--states", nargs="+", choices=list(PRESETS), default=["lean", "fp8_lm", "fp32"])
     parser.add_argument(
-        "--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_kernels.LAUNCH; may be several"
+        "--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_launch.LAUNCH; may be several"
     )
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args(argv)
@@ -104,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = f"{'states':8} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
     print(f"{header} {'norm ms':>8} {'x copy':>7}")
     rows = []
-    from fp8 import optimizer_kernels  # Triton comes with CUDA builds of torch only
+    from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
 
-    built_in = dict(optimizer_kernels.LAUNCH)
+    built_in = dict(optimizer_launch.LAUNCH)
     for preset, launch in itertools.product(args.states, args.launch):
-        optimizer_kernels.LAUNCH.clear()
-        optimizer_kernels.LAUNCH.update(
+        optimizer_launch.LAUNCH.clear()
+        optimizer_launch.LAUNCH.update(
             built_in | {k: int(v) for k, _, v in (item.partition("=") for item in launch.split(",") if item)}
         )
         row = {"launch": launch} | measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)

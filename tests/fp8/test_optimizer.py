@@ -108,14 +108,14 @@ def test_zero_gradient_for_500_steps_moves_nothing_but_decay(states: States) -> 
 def test_an_expert_that_no_token_reaches_only_decays(states: States) -> None:
     weight, optimizer = one(torch.randn(3, 128, 128) * 0.02, states)
     start = optimizer.master("w").clone()
-    for _ in range(200):
+    for _ in range(500):
         grad = torch.randn(3, 128, 128) * 1e-3
         grad[1] = 0
         step_with(weight, optimizer, grad)
     master = optimizer.master("w")
     assert master.isfinite().all() and weight.q.dequantize().isfinite().all()
     ratio = (master[1].double() / start[1])[start[1].abs() > 1e-3]
-    assert abs(ratio.mean() / (1 - 1e-4) ** 200 - 1) < 2e-4
+    assert abs(ratio.mean() / (1 - 1e-4) ** 500 - 1) < 5e-4
     assert (optimizer.moments("w")[0][1] == 0).all() and optimizer.moments("w")[1][1].max() < 1e-30
 
 
@@ -322,7 +322,7 @@ def test_presets_take_single_replacements_and_unknown_names_are_listed() -> None
 
 INTERPRETED = """
 import torch
-from fp8 import optimizer_kernels, philox_kernels
+from fp8 import optimizer_launch, philox_kernels
 from fp8.optimizer import PRESETS, AdamW, Hyper, States, update_ref
 from fp8.gradient import add_stochastic_ref
 from fp8.philox import GRADIENT, Draw, random_words, weight_words
@@ -351,8 +351,8 @@ for recipe, states in [*cases, (Recipe.bf16(), PRESETS["lean"])]:
         weight.add_grad(torch.randn(1, 128, 256) * 1e-3)
         made.append((weight, optimizer._state["w"], optimizer._codecs["w"]))
     (weight, state, codecs), (other, want, _) = made
-    assert optimizer_kernels.covers(weight, codecs)
-    optimizer_kernels.update(weight, state, codecs, hyper, Draw(7, 3, 0), torch.tensor(0.7))
+    assert optimizer_launch.covers(weight, codecs)
+    optimizer_launch.Plan(weight, state, codecs)(hyper, Draw(7, 3, 0), torch.tensor(0.7))
     update_ref(other, want, codecs, hyper, Draw(7, 3, 0), torch.tensor(0.7))
     for role in ("exp_avg", "exp_avg_sq"):
         for part, tensor in want[role].items():
@@ -362,8 +362,30 @@ for recipe, states in [*cases, (Recipe.bf16(), PRESETS["lean"])]:
     assert apart.max() <= 2.0**-15 and (apart > 1e-7).float().mean() < 1e-3, (states, apart.max())
     assert (weight.data.view(torch.uint8) != other.data.view(torch.uint8)).float().mean() < 1e-3
 
+made = []
+for _ in range(2):
+    torch.manual_seed(1)
+    group = [Weight(*shape, recipe=Recipe.fp32(), decay=len(shape) > 1) for shape in ((5,), (1500,), (3, 700))]
+    optimizer = AdamW([(str(i), w) for i, w in enumerate(group)], states=PRESETS["lean"])
+    for name, w in optimizer.weights.items():
+        optimizer.set_master(name, torch.randn(w.data.shape))
+        w.add_grad(torch.randn(w.data.shape))
+        for role in ("exp_avg", "exp_avg_sq"):
+            optimizer._state[name][role]["data"].copy_(torch.rand(w.data.shape))
+    made.append((optimizer, group))
+(together, group), (alone, others) = made
+holders = [(w, together._state[name]) for name, w in together.weights.items()]
+assert all(optimizer_launch.in_table(*holder) for holder in holders)
+optimizer_launch.Table(holders)(hyper, torch.tensor(0.7))
+for (name, w), mine in zip(alone.weights.items(), group):
+    one = hyper if w.decay else Hyper(0.9, 0.95, 1e-8, 1.0, 3e-3, 2.6)
+    optimizer_launch.Plan(w, alone._state[name], alone._codecs[name])(one, Draw(7, 3, 0), torch.tensor(0.7))
+    assert torch.equal(w.data, mine.data)
+    for role in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(alone._state[name][role]["data"], together._state[name][role]["data"])
+
 x, total = torch.randn(1, 128, 256).bfloat16(), weight.main_grad.clone()
-optimizer_kernels.add_stochastic_(weight, x, Draw(7, 3, 0, GRADIENT, 5))
+optimizer_launch.add_stochastic_(weight, x, Draw(7, 3, 0, GRADIENT, 5))
 want = add_stochastic_ref(total, x, weight_words(Draw(7, 3, 0, GRADIENT, 5), weight))
 assert torch.equal(weight.main_grad.view(torch.int16), want.view(torch.int16))
 print("ok")

@@ -56,13 +56,13 @@ def twin(weight: Weight, optimizer: AdamW) -> tuple[Weight, dict]:
 @pytest.mark.parametrize("recipe", [Recipe.block(), Recipe.bf16()], ids=lambda r: r.name)
 @pytest.mark.parametrize("states", [*PRESETS.values(), *MIXED], ids=str)
 def test_kernel_equals_reference(states: States, recipe: Recipe, grad_dtype: torch.dtype) -> None:
-    from fp8 import optimizer_kernels
+    from fp8 import optimizer_launch
 
     weight, optimizer = make(recipe, states, (3, 256, 384), grad_dtype)
     other, state = twin(weight, optimizer)
     codecs, scale, draw = optimizer._codecs["w"], torch.tensor(0.7, device="cuda"), Draw(7, 3, 0)
-    assert optimizer_kernels.covers(weight, codecs)
-    optimizer_kernels.update(weight, optimizer._state["w"], codecs, HYPER, draw, scale)
+    assert optimizer_launch.covers(weight, codecs)
+    optimizer_launch.Plan(weight, optimizer._state["w"], codecs)(HYPER, draw, scale)
     update_ref(other, state, codecs, HYPER, draw, scale)
     for role in ("exp_avg", "exp_avg_sq"):  # additions and products only: every bit
         for part, want in state[role].items():
@@ -96,10 +96,10 @@ def test_elementwise_kernel_equals_torch(shape: tuple[int, ...]) -> None:
 
 
 def test_pieces_of_a_sharded_weight_draw_the_bits_of_the_whole() -> None:
-    from fp8 import optimizer_kernels
+    from fp8 import optimizer_launch
 
     whole, optimizer = make(Recipe.block(), PRESETS["lean"], (4, 256, 256), torch.bfloat16)
-    optimizer_kernels.update(whole, optimizer._state["w"], optimizer._codecs["w"], HYPER, Draw(7, 3, 0), one())
+    optimizer_launch.Plan(whole, optimizer._state["w"], optimizer._codecs["w"])(HYPER, Draw(7, 3, 0), one())
     before, again = make_again((4, 256, 256))
     for first in (0, 2):
         place = (Piece((first, 0, 0), (slice(0, 2), slice(0, 256), slice(0, 256))),)
@@ -107,7 +107,7 @@ def test_pieces_of_a_sharded_weight_draw_the_bits_of_the_whole() -> None:
             part = Weight(2, 256, 256, recipe=Recipe.block(), global_shape=(4, 256, 256), pieces=place)
         part.main_grad = before.main_grad[first : first + 2].clone()
         state = {r: {p: t[first : first + 2].clone() for p, t in s.items()} for r, s in again._state["w"].items()}
-        optimizer_kernels.update(part, state, optimizer._codecs["w"], HYPER, Draw(7, 3, 0), one())
+        optimizer_launch.Plan(part, state, optimizer._codecs["w"])(HYPER, Draw(7, 3, 0), one())
         assert torch.equal(as_bytes(part.data), as_bytes(whole.data[first : first + 2]))
         for role, parts in state.items():
             for name, t in parts.items():
@@ -120,21 +120,50 @@ def make_again(shape: tuple[int, ...]) -> tuple[Weight, AdamW]:
 
 
 def test_gradient_that_is_not_finite_changes_nothing_and_outputs_are_all_written() -> None:
-    from fp8 import optimizer_kernels
+    from fp8 import optimizer_launch
 
     weight, optimizer = make(Recipe.block(), PRESETS["lean"], (2, 128, 256), torch.bfloat16)
     other, state = twin(weight, optimizer)
-    args = optimizer._codecs["w"], HYPER, Draw(7, 3, 0)
-    optimizer_kernels.update(weight, optimizer._state["w"], *args, torch.tensor(float("nan"), device="cuda"))
+    plan, args = optimizer_launch.Plan(weight, optimizer._state["w"], optimizer._codecs["w"]), (HYPER, Draw(7, 3, 0))
+    plan(*args, torch.tensor(float("nan"), device="cuda"))
     assert torch.equal(as_bytes(weight.data), as_bytes(other.data))
     for role, parts in state.items():
         for name, t in parts.items():
             assert torch.equal(as_bytes(t), as_bytes(optimizer._state["w"][role][name]))
     weight.data.view(torch.uint8).fill_(0x7F)  # poison: the update derives the weight from the master alone
     weight.scale_inv.fill_(float("nan"))
-    optimizer_kernels.update(weight, optimizer._state["w"], *args, one())
-    optimizer_kernels.update(other, state, *args, one())
+    plan(*args, one())
+    optimizer_launch.Plan(other, state, optimizer._codecs["w"])(*args, one())
     assert torch.equal(as_bytes(weight.data), as_bytes(other.data)) and weight.scale_inv.isfinite().all()
+
+
+def test_plans_and_tables_follow_new_tensors() -> None:
+    """What is worked out once must not outlive the tensors that it is of: a gradient that is another tensor, a reloaded state."""
+    from fp8.optimizer import adamw_ref
+
+    shapes = (256, 256), (128,), (5,)
+    recipes = Recipe.block(), Recipe.fp32(), Recipe.fp32()
+    with torch.device("cuda"):
+        named = {str(i): Weight(*s, recipe=r) for i, (s, r) in enumerate(zip(shapes, recipes, strict=True))}
+    optimizer = AdamW(named.items(), weight_decay=0.0)
+    want = {}
+    for name, weight in named.items():
+        value = torch.randn(weight.data.shape, device="cuda")
+        optimizer.set_master(name, value)
+        want[name] = value, torch.zeros_like(value), torch.zeros_like(value)
+    for step in range(1, 5):
+        hyper = Hyper(0.9, 0.95, 1e-8, 1.0, 1e-3 / (1 - 0.9**step), 1 / (1 - 0.95**step) ** 0.5)
+        for name, weight in named.items():
+            weight.main_grad = None if step == 3 else weight.main_grad
+            weight.add_grad(torch.randn(weight.data.shape, device="cuda"))
+            want[name] = adamw_ref(*want[name], weight.main_grad, hyper)
+            if step == 2:
+                optimizer._state[name] = {role: {p: t.clone() for p, t in s.items()} for role, s in optimizer._state[name].items()}
+                if weight.data.dtype == torch.float32:
+                    optimizer._state[name]["master"] = {"data": weight.data}
+        optimizer.step(1e-3)
+    for name in named:
+        torch.testing.assert_close(optimizer.master(name), want[name][0], rtol=1e-5, atol=1e-6)
 
 
 def test_same_step_twice_gives_the_same_bits() -> None:
@@ -160,6 +189,18 @@ def test_bf16_gradient_sum_equals_the_reference() -> None:
     x, total, draw = torch.randn(3, 256, 384, device="cuda").bfloat16(), weight.main_grad.clone(), Draw(7, 3, 0, GRADIENT, 5)
     add_stochastic_(weight, x, draw)
     assert torch.equal(weight.main_grad, add_stochastic_ref(total, x, weight_words(draw, weight)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_of_small_and_large_gradients(dtype: torch.dtype) -> None:
+    from fp8.grad_norm import sum_of_squares
+
+    tensors = [torch.randn(n, device="cuda").to(dtype) * 1e-3 for n in (1, 5, 4096, 1 << 20, (1 << 22) + 8)]
+    tensors += [torch.randn(3, device="cuda"), torch.randn(64, 64, device="cuda").to(dtype)[:, :32]]
+    want = sum(t.double().square().sum() for t in tensors)
+    assert abs(sum_of_squares(tensors) / want - 1) < 1e-5
+    tensors[2][7] = float("nan")
+    assert sum_of_squares(tensors).isnan()
 
 
 def test_step_reads_nothing_back() -> None:
