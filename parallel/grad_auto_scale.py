@@ -14,8 +14,10 @@ ranks, and among more than 16 ranks of equal sign later ones are rounded away. g
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +79,42 @@ def scale_of(grad: Tensor) -> Tensor:
     return torch.where(amax.isfinite(), scale, 0.0)
 
 
-def add_codes(codes_NF: Tensor) -> Tensor:
+def _kernels(t: Tensor) -> ModuleType | None:
+    """The Triton kernels on a GPU, None for the reference."""
+    if not t.is_cuda:
+        return None
+    from parallel import grad_auto_scale_kernels  # Triton comes with CUDA builds of torch only
+
+    return grad_auto_scale_kernels
+
+
+def encode_codes(x_F: Tensor, factor: Tensor, out_F: Tensor) -> None:
+    """out = E4M3(factor x), saturating; NaN stays. `factor` is a 0-dim FP32."""
+    if kernels := _kernels(x_F):
+        return kernels.encode_codes(x_F, factor, out_F)
+    out_F.copy_(cast_fp8(x_F.float() * factor, E4M3))
+
+
+def decode_codes(codes_F: Tensor, factor: Tensor, out_F: Tensor, add: bool = False) -> None:
+    """out = [out +] codes / factor."""
+    if kernels := _kernels(codes_F):
+        return kernels.decode_codes(codes_F, factor, out_F, add)
+    value = codes_F.float() / factor
+    out_F.copy_(out_F + value if add else value)
+
+
+def add_codes_ref(codes_NF: Tensor) -> Tensor:
     """[n, F] E4M3 -> their sum [F], in rank order, rounded to E4M3 after each addition; it saturates, and NaN stays."""
     total = codes_NF[0]
     for codes in codes_NF[1:]:
         total = cast_fp8(total.float() + codes.float(), E4M3)
     return total
+
+
+def add_codes(codes_NF: Tensor) -> Tensor:
+    """`add_codes_ref`, in one pass on a GPU."""
+    kernels = _kernels(codes_NF)
+    return kernels.add_codes(codes_NF) if kernels else add_codes_ref(codes_NF)
 
 
 def num_saturated(codes: Tensor) -> Tensor:
@@ -119,7 +151,9 @@ class SharedScaleBucket(OwnerBucket):
         self.auto.counts[2] += (scales == 0).sum()
         self._factor = scales * self.auto.mu.float()
         send = [end - start for start, end in pairwise(self.bounds)]
-        codes = cast_fp8(self.flat.float() * self._spread(0, self.bounds[-1]), E4M3)
+        codes = torch.empty(self.flat.shape, dtype=E4M3, device=self.flat.device)
+        for part, factor in self._weights_in(0, self.bounds[-1]):
+            encode_codes(self.flat[part], factor, codes[part])
         if self.transient:
             self.flat = None
         self._sent = codes
@@ -134,19 +168,22 @@ class SharedScaleBucket(OwnerBucket):
         if self.shared:
             self._returning = start_all_gather(codes, self.axis, KIND)
             return
-        total = codes.float() / self._spread(low, high)
-        self.own.copy_(self.own + total if self.round else total)
+        for part, factor in self._weights_in(low, high):
+            decode_codes(codes[part], factor, self.own[part], add=self.round > 0)
 
     def finish(self) -> None:
         """Until `flat` (or this rank's part of it) holds the sums."""
         while self._scales is not None or self._arriving is not None:
             self.proceed()
         if self._returning is not None:
-            self.flat.copy_(self._returning.wait().float() / self._spread(0, self.bounds[-1]))
-            self._returning = None
+            codes, self._returning = self._returning.wait(), None
+            for part, factor in self._weights_in(0, self.bounds[-1]):
+                decode_codes(codes[part], factor, self.flat[part])
 
-    def _spread(self, low: int, high: int) -> Tensor:
-        """The factor of each element of flat[low:high]; padding at the end has the last weight's."""
+    def _weights_in(self, low: int, high: int) -> Iterator[tuple[slice, Tensor]]:
+        """(part of flat[low:high], its factor) of each weight there; padding at the end goes with the last one."""
         starts = starts_of(self.weights)[:-1] + [self.bounds[-1]]
-        sizes = torch.tensor([max(min(b, high) - max(a, low), 0) for a, b in pairwise(starts)], device=self._factor.device)
-        return self._factor.repeat_interleave(sizes, output_size=high - low)
+        for (start, end), factor in zip(pairwise(starts), self._factor, strict=True):
+            first, last = max(start, low), min(end, high)
+            if first < last:
+                yield slice(first - low, last - low), factor

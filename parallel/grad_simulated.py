@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8.philox import weight_words
-from fp8.quantize import cast_fp8
 from fp8.recipe import BLOCK, E4M3
 from fp8.weight import Weight
-from parallel.grad_auto_scale import AutoScale, add_codes, num_saturated, scale_of
+from parallel.grad_auto_scale import AutoScale, add_codes, decode_codes, encode_codes, num_saturated, scale_of
 from parallel.grad_reduce import GradReducer
 from parallel.grad_wire import SENT, SUMMED, pack_tiles, sum_tiles
 from parallel.mesh import Mesh
@@ -86,13 +85,18 @@ class SimulatedReducer(GradReducer):
 
     def _sum(self, weight: Weight) -> Tensor:
         if self._wire == "fp8_lm":
-            grads = torch.stack(self._parts.pop(weight))
+            grads = self._parts.pop(weight)
             scale = torch.stack([scale_of(g) for g in grads]).min()
             factor = scale * self._auto.mu.float()
-            codes = add_codes(cast_fp8(grads * factor, E4M3))
+            sent = torch.empty(len(grads), weight.numel, dtype=E4M3, device=factor.device)
+            for grad, codes in zip(grads, sent, strict=True):
+                encode_codes(grad.view(-1), factor, codes)
+            codes = add_codes(sent)
             seen = num_saturated(codes), torch.full_like(scale, codes.numel()), scale == 0
             self._auto.counts += torch.stack([x.double() for x in seen])
-            return codes.float() / factor
+            total = torch.empty(grads[0].shape, device=factor.device)
+            decode_codes(codes, factor, total.view(-1))
+            return total
         total = self._totals[weight]
         return total if self._sharded or self._wire != "fp8" else self._rounded(weight, total, SUMMED, 0)
 

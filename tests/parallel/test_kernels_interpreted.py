@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-FILES = ("payload", "grad_wire", "send_plan")
+FILES = ("payload", "grad_wire", "grad_auto_scale", "send_plan")
 
 
 def test_kernels_in_the_interpreter() -> None:
