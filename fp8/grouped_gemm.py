@@ -30,6 +30,7 @@ class Groups:
         ends_E: int32 first row after each padded group (what torch's grouped_mm calls offsets).
         block_expert_B: int32 [max_rows / 128] expert of each 128-row block; -1 past the last group.
         max_rows: rows of the buffer, a multiple of 128.
+        known_order_E: `order_E` where whoever made the groups knows it; None: sorted at first use.
     """
 
     counts_E: Tensor
@@ -37,6 +38,7 @@ class Groups:
     ends_E: Tensor
     block_expert_B: Tensor
     max_rows: int
+    known_order_E: Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -45,7 +47,9 @@ class Groups:
     @functools.cached_property
     def order_E(self) -> Tensor:
         """int32 experts by falling row count: the order in which wgrad's tiles are dealt out, so that its CTAs finish together."""
-        return self.counts_E.argsort(descending=True).to(torch.int32)
+        if self.known_order_E is not None:
+            return self.known_order_E
+        return self.counts_E.argsort(descending=True, stable=True).to(torch.int32)
 
 
 def padded_rows(num_rows: int, num_experts: int) -> int:

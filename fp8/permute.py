@@ -54,8 +54,7 @@ def build_permutation(ids_Tk: Tensor, num_experts: int, max_rows: int | None = N
     kernels = _kernels(ids_Tk)
     if kernels is None:
         return build_permutation_ref(ids_Tk, num_experts, max_rows)
-    row_Tk, slot_R, groups = kernels.build(ids_Tk, num_experts, max_rows)
-    return Permutation(row_Tk, slot_R, Groups(*groups, max_rows))
+    return Permutation(*kernels.build(ids_Tk, num_experts, max_rows))
 
 
 def build_permutation_ref(ids_Tk: Tensor, num_experts: int, max_rows: int) -> Permutation:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
+from fp8.grouped_gemm import Groups
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED, _row_scales
 from fp8.quantized import Quantized
@@ -114,9 +115,11 @@ def _scan_blocks(hist_ptr, counts_ptr, blocks, experts, BLOCKS: tl.constexpr, EX
 
 @triton.jit
 def _lay_out(
-    counts_ptr, starts_ptr, ends_ptr, block_expert_ptr, slot_ptr, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr
-):
-    """Starts and ends of the padded groups, the expert of each 128-row block, and -1 into every slot entry."""
+    counts_ptr, starts_ptr, ends_ptr, order_ptr, block_expert_ptr, slot_ptr, blocks, experts,
+    BLOCKS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Starts and ends of the padded groups, experts by falling count (ties by id), the expert of each 128-row block, and -1 into
+    every slot entry."""
     e = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
     padded = (counts + 127) // 128 * 128
@@ -124,6 +127,13 @@ def _lay_out(
     if tl.program_id(0) == 0:
         tl.store(starts_ptr + e, ends - padded, mask=e < experts)
         tl.store(ends_ptr + e, ends, mask=e < experts)
+        place = tl.zeros((EXPERTS,), tl.int32)  # experts that come before
+        for start in range(0, experts, 16):
+            other = start + tl.arange(0, 16)
+            more = tl.load(counts_ptr + other, mask=other < experts, other=-1)
+            before = (more[None, :] > counts[:, None]) | ((more[None, :] == counts[:, None]) & (other[None, :] < e[:, None]))
+            place += tl.sum(before.to(tl.int32), 1)
+        tl.store(order_ptr + place, e, mask=e < experts)
     b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     finished = (ends[None, :] <= (b * 128)[:, None]) & (e < experts)[None, :]
     expert = tl.sum(finished.to(tl.int32), 1)
@@ -190,12 +200,12 @@ def gather_values(x: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """(row [T, k], slot [max_rows], tensors of its `Groups`) of `permute.Permutation`: no sort, no host synchronisation."""
+def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tensor, Groups]:
+    """What `permute.Permutation` holds: no sort, no host synchronisation."""
     count, device = ids_Tk.numel(), ids_Tk.device
     blocks, row_blocks = cdiv(count, SLOTS), max_rows // 128
     hist = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
-    counts, starts, ends = torch.empty((3, num_experts), dtype=torch.int32, device=device)
+    counts, starts, ends, order = torch.empty((4, num_experts), dtype=torch.int32, device=device)
     block_expert = torch.empty(row_blocks, dtype=torch.int32, device=device)
     row = torch.empty(ids_Tk.shape, dtype=torch.int64, device=device)
     slot = torch.empty(max_rows, dtype=torch.int64, device=device)
@@ -204,8 +214,8 @@ def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tens
     _count_slots[(blocks,)](ids, hist, count, num_experts, SLOTS=SLOTS, EXPERTS=bins, num_warps=4)
     _scan_blocks[(cdiv(num_experts, 8),)](hist, counts, blocks, num_experts, BLOCKS=256, EXPERTS=8, num_warps=4)
     _lay_out[(cdiv(row_blocks, 32),)](
-        counts, starts, ends, block_expert, slot, row_blocks, num_experts,
+        counts, starts, ends, order, block_expert, slot, row_blocks, num_experts,
         BLOCKS=32, EXPERTS=next_power_of_2(num_experts), num_warps=4,
     )  # fmt: skip
     _place_slots[(blocks,)](ids, hist, starts, row, slot, count, num_experts, SLOTS=SLOTS, num_warps=8)
-    return row, slot, (counts, starts, ends, block_expert)
+    return row, slot, Groups(counts, starts, ends, block_expert, max_rows, order)

@@ -126,8 +126,8 @@ class _RoutedExperts(torch.autograd.Function):
             if w2.trainable:
                 a_t = requantize_t(a_q, live_B)
                 w2.accumulate(lambda out, acc: grouped_wgrad(dy_t, a_t, groups, out, acc))
-                del a_t
-            del dy_q, dy_t, a_q
+                del dy_t, a_t
+            del dy_q, a_q
             dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
             del h_q, da_Rf
             dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)

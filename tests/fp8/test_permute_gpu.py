@@ -6,7 +6,7 @@ import torch
 from fp8 import permute as permute_module
 from fp8 import permute_kernels as kernels
 from fp8 import permute_turn_kernels as turn_kernels
-from fp8.grouped_gemm import Groups, padded_rows
+from fp8.grouped_gemm import padded_rows
 from fp8.permute import Permutation, build_permutation_ref, gather_rows_ref, sum_rows_ref
 from fp8.quantize import quantize_ref, requantize_t_ref, retile_t_ref
 from fp8.quantized import Quantized
@@ -27,9 +27,7 @@ def chosen(tokens: int, k: int, experts: int, holes: bool) -> torch.Tensor:
 
 
 def built(ids: torch.Tensor, experts: int) -> Permutation:
-    rows = padded_rows(ids.numel(), experts)
-    row, slot, groups = kernels.build(ids, experts, rows)
-    return Permutation(row, slot, Groups(*groups, rows))
+    return Permutation(*kernels.build(ids, experts, padded_rows(ids.numel(), experts)))
 
 
 @pytest.mark.parametrize("holes", [False, True])
@@ -38,7 +36,7 @@ def test_indices(tokens: int, k: int, experts: int, cols: int, holes: bool) -> N
     ids = chosen(tokens, k, experts, holes)
     got, want = built(ids, experts), build_permutation_ref(ids, experts, padded_rows(ids.numel(), experts))
     assert torch.equal(got.row_Tk, want.row_Tk) and torch.equal(got.slot_R, want.slot_R)
-    for name in ("counts_E", "starts_E", "ends_E", "block_expert_B"):
+    for name in ("counts_E", "starts_E", "ends_E", "block_expert_B", "order_E"):
         assert torch.equal(getattr(got.groups, name), getattr(want.groups, name)), name
 
 
