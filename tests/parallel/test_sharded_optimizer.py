@@ -97,7 +97,7 @@ def test_auto_changes_formats_of_shards_on_every_rank() -> None:
 
 
 def leaving(rank: int, size: int, zero: int) -> tuple[list[int], list[bool], bool]:
-    """Gradient bytes sent after each of four weights is ready, and whether it still holds its gradient; whether the sums are right."""
+    """Gradient bytes sent after each of four weights is ready; whether it still holds its gradient; whether the sums are right."""
     mesh = build_mesh()
     named = [(str(i), Weight(256, 128, recipe=Recipe.fp32())) for i in range(4)]
     optimizer = ShardedAdamW(named, mesh, bucket_bytes=1)  # each weight has a bucket of its own
