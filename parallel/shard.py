@@ -128,9 +128,9 @@ class Group:
         for dtype in dict.fromkeys(w.data.dtype for w in self.weights):
             parts = [self.parts(rank, dtype) for rank in range(self.axis.size)]
             size = max(sum(-(-p.numel() // ALIGN) * ALIGN for p in own) for own in parts)
-            buffer = torch.zeros(1, size, dtype=torch.uint8, device=self.weights[0].data.device)
-            for part, place in _placed(parts[self.axis.rank]):
-                buffer[0, place].copy_(part)
+            buffer = torch.empty(1, size, dtype=torch.uint8, device=self.weights[0].data.device)
+            own = parts[self.axis.rank]
+            copy_bytes(_places(own, buffer[0]), own)
             self._pending[dtype] = start_all_gather(buffer, self.axis, "weights", FORMAT_NAMES[dtype])
 
     def receive(self) -> None:
@@ -140,8 +140,8 @@ class Group:
             arrived = pending.wait()
             for rank in range(self.axis.size):
                 if rank != self.axis.rank:
-                    for part, place in _placed(self.parts(rank, dtype)):
-                        part.copy_(arrived[rank, place])
+                    parts = self.parts(rank, dtype)
+                    copy_bytes(parts, _places(parts, arrived[rank]))
 
 
 def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:
@@ -149,11 +149,19 @@ def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:
         group.receive()
 
 
-def _placed(parts: list[Tensor]) -> Iterable[tuple[Tensor, slice]]:
-    start = 0
-    for part in parts:
-        yield part, slice(start, start + part.numel())
-        start += -(-part.numel() // ALIGN) * ALIGN
+def _places(parts: list[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Where the parts lie in a buffer of bytes."""
+    sizes = [size for part in parts for size in (part.numel(), -part.numel() % ALIGN)]
+    return list(buffer.split([*sizes, buffer.numel() - sum(sizes)])[: 2 * len(parts) : 2])
+
+
+def copy_bytes(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies flat byte tensors in one launch for many: a group has some dozens, and the host would be slower than the wire."""
+    if not targets:
+        return
+    if all(t.numel() % 4 == 0 for t in targets):  # parts of whole words, which FP8 blocks, scales and FP32 are
+        targets, sources = [t.view(torch.int32) for t in targets], [t.view(torch.int32) for t in sources]
+    torch._foreach_copy_(targets, sources)
 
 
 class Shards:
