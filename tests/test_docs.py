@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import inspect
 import os
 import re
@@ -10,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ from fp8.recipe import Recipe
 from tests.helpers import ROOT
 from tests.tools.published import trained
 from tools import convert_hf, generate, merge, plan, prepare_data, report, train_tokenizer, wandb_workspace
-from training.errors import exit_status
+from training.config import load_config
+from training.errors import UserError, exit_status
 from training.tokenizer import train_tokenizer as make_tokenizer
 
 TOOLS = {
@@ -125,6 +128,131 @@ def test_commands_of_other_pages_run(document: str, workplace: Path) -> None:
     """After the usage page: its run of the demo exists."""
     for line in commands(document):
         assert execute(line) == 0, line
+
+
+# ---------------------------------------------------------------- every page: what each command asks for exists
+
+START = r"(?:\w+=\S+ )*(?:srun )?(?:python|torchrun|make|pytest|hf) "
+
+
+def every_command(document: str) -> list[str]:
+    """Commands of blocks and of inline code, however they are wrapped, without variables set in front, `srun`, pipes and `&`."""
+    text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
+    if document.endswith(".py"):  # its docstring, without optional parts and remarks
+        text = re.sub(r" \[[^]]*\](?= |$)", "", ast.get_docstring(ast.parse(text), clean=False) or "", flags=re.M)
+        text = re.sub(r"(?<=\S) {2,}.*| <.*", "", text)
+    blocks = re.findall(r"```(?:sh|bash)?\n(.*?)```", text, re.S)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    lines += [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
+    lines = [re.split(r"\s{2,}#|\s+[|>&]+(?:\s|$)", line)[0].strip() for line in lines if re.match(START, line)]
+    return [re.sub(r"^(?:\w+=\S+ )*(?:srun )?", "", line) for line in dict.fromkeys(lines)]
+
+
+class Parsed(Exception):
+    """A tool has understood its arguments."""
+
+
+def understood(module: str, arguments: list[str]) -> argparse.Namespace:
+    """The arguments as the tool's own parser reads them; the tool goes no further. SystemExit: it does not know one."""
+
+    def stop(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+        def call(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: None = None) -> argparse.Namespace:
+            raise Parsed(parse(parser, args, namespace))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module, *arguments])
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(argparse.ArgumentParser, name, stop(getattr(argparse.ArgumentParser, name)))
+        tool = importlib.import_module(module)
+        try:
+            tool.main() if not inspect.signature(tool.main).parameters else tool.main(arguments)
+        except Parsed as parsed:
+            return parsed.args[0]
+    raise AssertionError(f"{module} parses nothing")
+
+
+def check_command(line: str) -> None:
+    """Raises where a file, an option or a key that the command names does not exist."""
+    program, *arguments = shlex.split(re.sub(r"\$\{?\w+\}?", "4", line))
+    if program == "make":
+        done = subprocess.run(["make", "-n", "-C", str(ROOT), *arguments, "PY=python"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    elif program == "pytest":
+        paths = [a.partition("::")[0] for a in arguments if a.startswith("tests")]
+        assert all((ROOT / path).exists() for path in paths), paths
+    elif program == "torchrun" and not {"train.py", "-m"} & set(arguments):
+        assert not any(a.endswith(".py") for a in arguments)  # a fragment that names an option of torchrun's
+    elif program in ("python", "torchrun"):
+        world = 1
+        if program == "torchrun":
+            place = min(arguments.index(a) for a in ("train.py", "-m") if a in arguments)
+            options = dict(zip(arguments[:place:2], arguments[1:place:2], strict=True))
+            world = int(options.get("--nproc-per-node", 1)) * int(options.get("--nnodes", 1))
+            arguments = arguments[place:]
+        if arguments[0] == "-c":
+            compile(arguments[1], line, "exec")
+        elif arguments[0] == "train.py":
+            assert train.main([*arguments[1:], "--dry-run", *(["--world-size", str(world)] if program == "torchrun" else [])]) == 0
+        elif len(arguments) == 2:  # the name of a tool, in a sentence
+            assert importlib.util.find_spec(arguments[1]) is not None
+        elif arguments[1] == "pytest":
+            check_command(shlex.join(arguments[1:]))
+        else:
+            found = understood(arguments[1], arguments[2:])
+            if getattr(found, "overrides", None) is not None and found.config is not None:
+                load_config(found.config, [*found.overrides])
+
+
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+SOURCES = ["train.py", *sorted(f"tools/{p.name}" for p in (ROOT / "tools").glob("*.py"))]
+
+
+# The commands of the usage page are executed, above. Of the sources: those in docstrings and comments.
+@pytest.mark.parametrize("document", [name for name in PAGES + SOURCES if name != "docs/usage.md"])
+def test_every_command_is_understood(document: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the benchmarks that need a GPU: their options are parsed, their config files loaded with their keys."""
+    monkeypatch.chdir(ROOT)
+    lines = [line for line in every_command(document) if "..." not in line]
+    for line in lines:
+        try:
+            check_command(line)
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{document}: {line}: {error} {capsys.readouterr().err}") from error
+
+
+def test_no_command_escapes() -> None:
+    """Nothing that looks like a command stands where `every_command` does not look."""
+    counts = {page: len(every_command(page)) for page in PAGES}
+    assert sum(counts.values()) > 60
+    assert all(counts[f"docs/{page}.md"] for page in ("performance", "numerics", "parallelism", "reliability"))
+    for page in PAGES:
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ").split())
+        found = " ".join(" ".join(every_command(page)).split())
+        for tool in set(re.findall(r"(?:python|torchrun)[^`|]{0,80}? -m (tools\.\w+(?: [a-z]+\b)?)", text)):
+            assert tool in found, f"{page}: {tool}"
+
+
+WRONG = (
+    "python -m tools.plan --config configs/tiny.yaml --gpuss 8",
+    "python -m tools.bench kernels --roundz 3",
+    "python -m tools.compare --config configs/nope.yaml --recipes block",
+    "python train.py --config configs/tiny.yaml train.stepz=3",
+    "torchrun --nproc-per-node 3 train.py --config configs/tiny.yaml",
+    "pytest -m gpu tests/fp8/test_nothing.py",
+    "python -m tools.prepare_data --config configs/tiny.yaml data.pathz=[a]",
+    "make trian",
+)
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_is_found(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((AssertionError, UserError, SystemExit)):
+        check_command(line)
 
 
 def test_links_lead_somewhere() -> None:

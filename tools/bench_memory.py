@@ -1,8 +1,8 @@
 """`python -m tools.bench memory`: the bytes that training keeps between forward and backward, by stage and tensor class.
 
-    python -m tools.bench memory                                        a small model on the CPU
-    python -m tools.bench memory --sequence-parallel                    also sequence parallel x staging x FP8, on two ranks
-    python -m tools.bench memory --device cuda --batch 4 --seq-len 4096 three of Ling-mini's layers
+    python -m tools.bench memory                                         a small model on the CPU
+    python -m tools.bench memory --sequence-parallel                     also sequence parallel x staging x FP8, on two ranks
+    python -m tools.bench memory --device cuda --batch 4 --seq-len 4096  three of Ling-mini's layers
 
 kept: alive after forward. peak: most alive during backward, beside weights, gradients and whatever lived before. Per layer: the
 difference that one more layer makes. FLOPs: of GEMMs and attention (all S x S scores), forward and backward. On a GPU the same
