@@ -57,38 +57,39 @@ def _norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, consumer: Weight |
 
 
 class _RmsNorm(torch.autograd.Function):
-    """forward (carrier, x_TD, h_TD); backward dh = norm'(d(carrier) + d(x)) + d(h).
+    """forward (carrier, carrier, x_TD, h_TD); backward dh = norm'(d(carrier) + d(carrier) + d(x)) + d(h).
 
-    GEMMs read the carrier's bytes, the router reads x_TD, and the residual stream goes on from the h handed out, so that its
-    gradient is added here instead of by autograd.
+    GEMMs read the bytes, one or two of them, each with a carrier; the router reads x_TD; and the residual stream goes on from the h
+    handed out: all these gradients are added here instead of by autograd.
 
     `made` holds x_TD, which the caller's kernel has made together with its quantised form; None where nobody reads it.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, h_TD: Tensor, anchor: Tensor, weight: Weight, eps: float, made: tuple[Tensor | None]
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        ctx: FunctionCtx, h_TD: Tensor, anchor: Tensor, weight: Weight, eps: float, made: tuple[Tensor | None], twice: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         ctx.save_for_backward(h_TD)
         ctx.weight, ctx.eps = weight, eps
         ctx.set_materialize_grads(False)
-        return make_carrier(h_TD.shape, h_TD), made[0], h_TD.view_as(h_TD)
+        second = make_carrier(h_TD.shape, h_TD) if twice else None
+        return make_carrier(h_TD.shape, h_TD), second, made[0], h_TD.view_as(h_TD)
 
     @staticmethod
     def backward(
-        ctx: FunctionCtx, d_carrier: Tensor | None, dx_TD: Tensor | None, dres_TD: Tensor | None
+        ctx: FunctionCtx, first: Tensor | None, second: Tensor | None, dx_TD: Tensor | None, dres_TD: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        grads = [d for d in (d_carrier, dx_TD) if d is not None]
+        grads = [d for d in (first, second, dx_TD) if d is not None]
         if not grads:
-            return dres_TD, None, None, None, None
+            return dres_TD, None, None, None, None, None
         (h_TD,), w_D, kernels = ctx.saved_tensors, ctx.weight.data, _kernels(grads[0])
         if kernels:
-            dh_TD, dw_D = kernels.backward(h_TD, w_D, grads[0], grads[1] if len(grads) > 1 else None, dres_TD, ctx.eps)
+            dh_TD, dw_D = kernels.backward(h_TD, w_D, grads, dres_TD, ctx.eps)
         else:
             dh_TD, dw_D = rms_norm_backward_ref(h_TD, w_D, sum(grads[1:], grads[0]), ctx.eps)
             dh_TD = dh_TD if dres_TD is None else dh_TD + dres_TD
         ctx.weight.add_grad(dw_D)
-        return dh_TD, None, None, None, None
+        return dh_TD, None, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,18 +101,20 @@ class Normed:
         x_TD: the unquantised rows, differentiable: the router, and concatenations. None where nobody reads them.
         x_ticket: how backward gets x_TD again (always recomputed from h, never kept).
         h_TD: the norm's input, for the residual stream to go on from.
+        second: the same rows for a second GEMM, where one was announced; its gradient is added by the norm.
     """
 
     edge: Activation
     x_TD: Tensor | None
     x_ticket: Ticket
     h_TD: Tensor
+    second: Activation | None = None
 
 
 def rms_norm(h_TD: Tensor, weight: Weight, eps: float) -> Tensor:
     """x [T, D] in h's dtype, unquantised."""
     made = _norm(h_TD.detach(), weight.data, eps, True, None)[:1]
-    return _RmsNorm.apply(h_TD, weight.anchor, weight, eps, made)[1]
+    return _RmsNorm.apply(h_TD, weight.anchor, weight, eps, made, False)[2]
 
 
 def rms_norm_quantize(
@@ -123,6 +126,7 @@ def rms_norm_quantize(
     name: str,
     rebuild: bool = False,
     plain: bool = True,
+    twice: bool = False,
 ) -> Normed:
     """Norm of h [T, D], quantised as `consumer`'s activation.
 
@@ -130,10 +134,11 @@ def rms_norm_quantize(
         consumer: the weight whose GEMM reads the result; its recipe decides the format.
         rebuild: keep nothing; backward recomputes the bytes from h (1 byte a value less, one norm more). Bitwise the same.
         plain: also hand out the unquantised rows; False saves writing them.
+        twice: a second GEMM reads the rows.
     """
     h, w = h_TD.detach(), weight.data
     x_TD, q = _norm(h, w, eps, plain, consumer)
-    carrier, x_TD, h_TD = _RmsNorm.apply(h_TD, weight.anchor, weight, eps, (x_TD,))
+    carrier, second, x_TD, h_TD = _RmsNorm.apply(h_TD, weight.anchor, weight, eps, (x_TD,), twice)
     ticket = stash.put(name, q, (lambda: _norm(h, w, eps, False, consumer)[1]) if rebuild else None)
     x_ticket = stash.put(name + ".x", None, lambda: _norm(h, w, eps, True, None)[0])
-    return Normed(Activation(q, carrier, ticket), x_TD, x_ticket, h_TD)
+    return Normed(Activation(q, carrier, ticket), x_TD, x_ticket, h_TD, Activation(q, second, ticket) if twice else None)

@@ -3,6 +3,8 @@
 Shapes: T tokens, D features; a tile is [ROWS, BLOCKS, 128], so that a block of 128 features is one axis. Scales are column-major.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -61,11 +63,11 @@ def _rms_norm(
 
 @triton.jit
 def _rms_norm_backward(
-    h_ptr, w_ptr, d1_ptr, d2_ptr, dres_ptr, dh_ptr, dw_ptr, rows, dim, eps,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, TWO: tl.constexpr, RESIDUAL: tl.constexpr, ROUND: tl.constexpr,
+    h_ptr, w_ptr, d1_ptr, d2_ptr, d3_ptr, dres_ptr, dh_ptr, dw_ptr, rows, dim, eps,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, GRADS: tl.constexpr, RESIDUAL: tl.constexpr, ROUND: tl.constexpr,
     STAGES: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """dh of rows program, program + programs, ...; this program's part of dw. dx = d1 [+ d2]; dh gains dres."""
+    """dh of rows program, program + programs, ...; this program's part of dw. dx = d1 [+ d2 [+ d3]]; dh gains dres."""
     block = tl.arange(0, BLOCKS)
     col = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     w = tl.load(w_ptr + col, mask=col < dim, other=0.0).to(tl.float32)[None, :, :]
@@ -76,8 +78,10 @@ def _rms_norm_backward(
         ok = (row < rows)[:, None, None] & (col < dim)[None, :, :]
         h = tl.load(h_ptr + offset, mask=ok, other=0.0).to(tl.float32)
         dx = tl.load(d1_ptr + offset, mask=ok, other=0.0).to(tl.float32)
-        if TWO:
+        if GRADS > 1:
             dx += tl.load(d2_ptr + offset, mask=ok, other=0.0).to(tl.float32)
+        if GRADS > 2:
+            dx += tl.load(d3_ptr + offset, mask=ok, other=0.0).to(tl.float32)
         rounded, n, rstd = _normalised(h, dim, eps, ROUND, HARDWARE)
         dw += tl.sum(dx * rounded, 0)
         g = dx * w
@@ -117,18 +121,20 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
 
 
 def backward(
-    h_TD: Tensor, w_D: Tensor, dx_TD: Tensor, dx2_TD: Tensor | None, dres_TD: Tensor | None, eps: float
+    h_TD: Tensor, w_D: Tensor, grads: Sequence[Tensor], dres_TD: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(dh [T, D] in h's dtype, dw [D] fp32) for dx = dx_TD + dx2_TD; `dres_TD`, the residual's gradient, is added to dh."""
+    """(dh [T, D] in h's dtype, dw [D] fp32) for dx = the sum of one to three `grads`; `dres_TD`, the residual's gradient, is added
+    to dh."""
     h, dim = h_TD.contiguous(), h_TD.shape[-1]
     rows = h.numel() // dim
     tile_rows, blocks, warps = _tile(dim)
     programs = min(BACKWARD_PROGRAMS, cdiv(rows, tile_rows))
     stages = max(1, min(3, 1 + ROW_BUFFER // (tile_rows * blocks * BLOCK * h.element_size())))
     dh, dw = torch.empty_like(h), torch.empty((programs, dim), dtype=torch.float32, device=h.device)
+    first, *more = (d.contiguous() for d in grads)
     _rms_norm_backward[(programs,)](
-        h, w_D, dx_TD.contiguous(), h if dx2_TD is None else dx2_TD.contiguous(), h if dres_TD is None else dres_TD.contiguous(),
-        dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, TWO=dx2_TD is not None, RESIDUAL=dres_TD is not None,
+        h, w_D, first, more[0] if more else h, more[1] if len(more) > 1 else h, h if dres_TD is None else dres_TD.contiguous(),
+        dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, GRADS=len(grads), RESIDUAL=dres_TD is not None,
         ROUND=h.dtype == torch.bfloat16, STAGES=stages, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return dh, dw.sum(0)

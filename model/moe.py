@@ -60,12 +60,12 @@ class MoE(nn.Module):
 
     def forward(self, h_TD: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         c, rebuild = self.config, self.stage >= 2
-        consumer = self.experts.gate_up
-        x = rms_norm_quantize(h_TD, self.norm, c.rms_norm_eps, consumer, self.stash, f"{self.name}.norm", rebuild)
+        to = self.experts.gate_up, self.stash, f"{self.name}.norm", rebuild
+        x = rms_norm_quantize(h_TD, self.norm, c.rms_norm_eps, *to, twice=self.shared is not None)
         own = split_normed(x, self.tp)
         routing = self.router(own, count=not ctx.recomputing)
         start = self.experts.start(routing.ids_Tk, (own.edge, routing.weights_Tk))
-        shared_TD = self.shared(x.edge) if self.shared is not None else None  # hides the exchange of counts
+        shared_TD = self.shared(x.second) if self.shared is not None else None  # hides the exchange of counts
         y_TD = join_tokens(self.experts(own.edge, start, routing.weights_Tk), self.tp)
         out_TD = add_residual(x.h_TD, y_TD) if shared_TD is None else add_residual(x.h_TD, y_TD, shared_TD)
         z = router_z_loss(routing.lse_T) / ctx.num_tokens

@@ -157,7 +157,7 @@ def split_normed(x: Normed, axis: Axis) -> Normed:
         return x
     own = own_rows(axis, x.x_TD.shape[0])
     ticket = _DerivedTicket(x.x_ticket, lambda x_TD: x_TD[own])
-    return Normed(split_activation(x.edge, axis), split_tokens(x.x_TD, axis), ticket, x.h_TD)
+    return Normed(split_activation(x.edge, axis), split_tokens(x.x_TD, axis), ticket, x.h_TD, x.second)
 
 
 # ---------------------------------------------------------------- vocabulary

@@ -46,12 +46,13 @@ def routed(tokens: int, c: ModelConfig) -> Permutation:
 
 def norm_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     d, heads, kv = c.hidden_size, c.num_attention_heads, c.num_key_value_heads
-    h, dx, dx2, dres, w = random(t, d), random(t, d), random(t, d), random(t, d), torch.rand(d, device="cuda")
+    h, dx, dx2, dx3, dres, w = *(random(t, d) for _ in range(5)), torch.rand(d, device="cuda")
     scales = t * d // 32
     yield "RMSNorm -> FP8", lambda: rms_norm_kernels.rms_norm(h, w, EPS, False, True), 3 * t * d + scales
     yield "RMSNorm -> FP8 + BF16", lambda: rms_norm_kernels.rms_norm(h, w, EPS, True, True), 5 * t * d + scales
-    yield "RMSNorm backward, 1 gradient", lambda: rms_norm_kernels.backward(h, w, dx, None, None, EPS), 6 * t * d
-    yield "RMSNorm backward, 2 gradients + residual", lambda: rms_norm_kernels.backward(h, w, dx, dx2, dres, EPS), 10 * t * d
+    yield "RMSNorm backward, 1 gradient", lambda: rms_norm_kernels.backward(h, w, [dx], None, EPS), 6 * t * d
+    three = [dx, dx2, dx3]
+    yield "RMSNorm backward, 3 gradients + residual", lambda: rms_norm_kernels.backward(h, w, three, dres, EPS), 12 * t * d
     size, total = c.head_dim, heads + 2 * kv
     qkv, angle = random(t, total, size), torch.rand(t, 1, c.rotary_dim, device="cuda")
     norm, cos, sin = torch.rand(size, device="cuda"), angle.cos().bfloat16(), angle.sin().bfloat16()

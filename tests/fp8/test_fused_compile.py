@@ -29,7 +29,7 @@ from fp8 import (  # noqa: E402
 
 SHARED_BYTES = 232448  # of one CTA on sm_90
 WORDS = {"h_ptr": "*bf16", "x_ptr": "*bf16", "y_ptr": "*bf16", "w_ptr": "*fp32", "eps": "fp32", "factor": "fp32"}
-BF16 = ("d1_ptr", "d2_ptr", "dres_ptr", "dh_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "dx_ptr", "cos_ptr", "sin_ptr")
+BF16 = ("d1_ptr", "d2_ptr", "d3_ptr", "dres_ptr", "dh_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "dx_ptr", "cos_ptr", "sin_ptr")
 MANY = dict.fromkeys(BF16, "*bf16")
 CODES = dict.fromkeys(("q_ptr", "hq_ptr", "aq_ptr"), "*u8")
 LIVE = {"live_ptr": "*i32", "live": "*i32"}
@@ -39,7 +39,7 @@ ON = dict(HARDWARE=True)
 # module, kernel, types that differ from the ones above, compile-time arguments, warps
 CASES = [
     (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=1, BLOCKS=16, ROUND=True, **ON), 4),
-    (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, TWO=True, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
+    (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, GRADS=3, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, R=64, ROWS=32, ROUND=True, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, R=64, ROWS=16, STAGES=3, ROUND=True, **ON), 4),
     (swiglu_kernels, "_swiglu_quantize", {}, dict(ROWS=32, STORED=False, WEIGHTED=True, LIVE=True, **ON), 4),

@@ -32,21 +32,22 @@ def test_forward(rows: int, dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(x, kernels.rms_norm(h, w, EPS, plain=True, quantized=False)[0]), "recomputation differs"
 
 
-@pytest.mark.parametrize("inputs", [1, 2, 3])
+@pytest.mark.parametrize("num_grads, residual", [(1, False), (2, False), (3, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows, dim", SIZES)
-def test_backward(rows: int, dim: int, dtype: torch.dtype, inputs: int) -> None:
+def test_backward(rows: int, dim: int, dtype: torch.dtype, num_grads: int, residual: bool) -> None:
     h, w = randn(rows, dim, dtype=dtype), torch.rand(dim, device=DEVICE) + 0.5
-    given = [randn(rows, dim, dtype=dtype) if i < inputs else None for i in range(3)]
-    dh, dw = kernels.backward(h, w, *given, EPS)
+    grads = [randn(rows, dim, dtype=dtype) for _ in range(num_grads)]
+    dres = randn(rows, dim, dtype=dtype) if residual else None
+    dh, dw = kernels.backward(h, w, grads, dres, EPS)
     h64, w64 = h.double().requires_grad_(), w.double().requires_grad_()
-    dx = given[0].double() + (given[1].double() if inputs > 1 else 0)
+    dx = sum(d.double() for d in grads)
     want_dh, want_dw = torch.autograd.grad(definition(h64, w64), (h64, w64), dx)
-    want_dh = want_dh + (given[2].double() if inputs > 2 else 0)
+    want_dh = want_dh + (dres.double() if residual else 0)
     low = dtype == torch.bfloat16
     torch.testing.assert_close(dh.double(), want_dh, rtol=2**-8 if low else 1e-5, atol=2e-5)
     assert (dw - want_dw).norm() <= (2**-8 if low else 1e-5) * want_dw.norm()
-    assert torch.equal(dw, kernels.backward(h, w, *given, EPS)[1]), "dw differs between two runs"
+    assert torch.equal(dw, kernels.backward(h, w, grads, dres, EPS)[1]), "dw differs between two runs"
 
 
 @pytest.mark.parametrize("parts", [1, 2])
