@@ -1,5 +1,7 @@
 """The whole model through its kernels: no host synchronisation, and the gradients of the reference arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,10 +24,13 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def build(device: str, recipe: Recipe, stage: int = 0) -> Transformer:
+ALL_EXPERTS = replace(CONFIG, num_experts_per_tok=16, topk_group=CONFIG.n_group)  # nothing to choose: a smooth function
+
+
+def build(device: str, recipe: Recipe, stage: int = 0, config: ModelConfig = CONFIG) -> Transformer:
     with torch.device(device):
-        model = Transformer(CONFIG, recipe, Mesh.solo(), torch.bfloat16, stage)
-    values = {name: value for name, _, value in initial_values(Transformer(CONFIG, Recipe.fp32()), 0)}
+        model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
+    values = {name: value for name, _, value in initial_values(Transformer(config, Recipe.fp32()), 0)}
     for name, weight in weights(model):
         weight.set_(values[name].to(device))
     return model
@@ -40,21 +45,29 @@ def run(model: Transformer, device: str) -> tuple[float, dict[str, torch.Tensor]
     return losses.total.item(), {name: w.main_grad.cpu() for name, w in weights(model)}
 
 
+def disturbed(recipe: Recipe, config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """The reference's gradients after half a BF16 step on the embedding: the yardstick for any rounding."""
+    model = build("cpu", recipe, config=config)
+    data = dict(weights(model))["embedding"].data
+    data.copy_(data.float() * (1 + 2**-9 * torch.randn(data.shape, generator=torch.Generator().manual_seed(seed))))
+    return run(model, "cpu")[1]
+
+
+@pytest.mark.parametrize("config", [ALL_EXPERTS, CONFIG], ids=["all experts", "4 of 16"])
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["block", "bf16"])
-def test_gradients_are_those_of_the_reference(name: str, stage: int) -> None:
+def test_gradients_are_those_of_the_reference(name: str, stage: int, config: ModelConfig) -> None:
+    """With 4 of 16 experts near ties of the router fall the other way on any rounding, more or fewer of them: the largest of three
+    disturbances is the yardstick."""
     recipe = getattr(Recipe, name)()
-    loss, grads = run(build("cuda", recipe, stage), "cuda")
-    want_loss, want = run(build("cpu", recipe), "cpu")
+    loss, grads = run(build("cuda", recipe, stage, config), "cuda")
+    want_loss, want = run(build("cpu", recipe, config=config), "cpu")
     assert loss == pytest.approx(want_loss, rel=2e-3)
-    # Near ties of the router fall the other way on any rounding: the yardstick is what half a BF16 step on the embedding does.
-    disturbed = build("cpu", recipe)
-    data = dict(weights(disturbed))["embedding"].data
-    data.copy_(data.float() * (1 + 2**-9 * torch.randn(data.shape, generator=torch.Generator().manual_seed(1))))
-    _, noisy = run(disturbed, "cpu")
-    for key in want:
-        noise = relative_error(noisy[key], want[key])
-        assert relative_error(grads[key], want[key]) < 2 * noise + 0.02, (key, noise)
+    noisy = [disturbed(recipe, config, seed) for seed in ((1,) if config is ALL_EXPERTS else (1, 2, 3))]
+    found = {key: relative_error(grads[key], want[key]) for key in want}
+    noise = {key: max(relative_error(other[key], want[key]) for other in noisy) for key in want}
+    over = {key: (error, noise[key]) for key, error in found.items() if not error < 2 * noise[key] + 0.02}
+    assert not over, over
 
 
 @pytest.mark.parametrize("name", ["block", "bf16"])
