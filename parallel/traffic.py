@@ -67,6 +67,16 @@ class Traffic:
             yield
             self._seconds[kind] += time.perf_counter() - began
 
+    @contextmanager
+    def set_aside(self) -> Iterator[dict[tuple[str, str], int]]:
+        """What is sent inside is counted in the dictionary that it yields, and not timed: for the capture of a CUDA graph."""
+        before, timed = self.sent, self.timed
+        self.sent, self.timed = defaultdict(int), False
+        try:
+            yield self.sent
+        finally:
+            self.sent, self.timed = before, timed
+
     def seconds(self) -> dict[str, float]:
         """Seconds by kind since the last `reset`. Waits for the device if CUDA events are open."""
         for kind, start, end in self._events:

@@ -34,6 +34,7 @@ from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tools.bench_layer import print_kernels, profile
+from tools.roofline import copy_rate, part_seconds
 from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
 
@@ -95,6 +96,7 @@ class Stepper:
             for weight in self.weights:
                 weight.last_microbatch = part == self.parts - 1
             if self.graphed is not None:
+                self.optimizer.settle()
                 losses = self.graphed(self.tokens, self.labels, self.num_valid)
                 forward.append((times[0], self._now()))
                 continue
@@ -188,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
     parser.add_argument("--states", default="fp32", help="optim.states")
-    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph (solo)")
+    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph; not with tp")
     parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
     parser.add_argument("--layouts", nargs="+", default=["solo"])
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
@@ -209,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     if speaks:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
-        print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
+        print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'roofline':>10}{'GiB':>8}")
     results = []
     for layout in args.layouts:
         for name in args.recipes:
@@ -234,7 +236,7 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if speaks:
         print(f"{name:<8}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
-        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['peak_gib']:8.1f}", end="")
+        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['roofline']:10.0%}{row['peak_gib']:8.1f}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
         if "exposed_ms" in row:
             exposed = " ".join(f"{kind} {ms:.2f}" for kind, ms in row["exposed_ms"].items())

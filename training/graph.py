@@ -2,7 +2,8 @@
 
 Below about 16 thousand tokens a micro-batch the host cannot launch kernels as fast as the GPU finishes them (docs/performance.md).
 Nothing in a forward or backward on one rank reads a number back from the GPU, so the whole of it can be captured once and replayed.
-What is captured is what ran: replayed steps are bitwise those of the eager path.
+Nor does it with replicas, and with experts whose tokens are gathered (parallel/dispatch.py): their collectives are captured too.
+What is captured is what ran: replayed steps are bitwise those of the eager path. Gradients leave after the replay.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fp8.weight import weights
 from model.loss import Losses, NumValid
 from parallel.mesh import Mesh
+from parallel.traffic import Traffic
 
 WARMUP = 2  # eager micro-batches of each kind before its capture: they compile kernels and allocate gradients
 
@@ -23,14 +25,17 @@ def _detached(losses: Losses) -> Losses:
 
 
 class _Captured:
-    """A graph, its input tensors and its losses."""
+    """A graph, its input tensors and its losses. `traffic` counts what a replay sends."""
 
-    def __init__(self, model: nn.Module, tokens_BS: Tensor, labels_BS: Tensor, num_valid: NumValid, pool: object) -> None:
+    def __init__(
+        self, model: nn.Module, tokens_BS: Tensor, labels_BS: Tensor, num_valid: NumValid, pool: object, traffic: Traffic
+    ) -> None:
         self.tokens_BS, self.labels_BS = tokens_BS.clone(), labels_BS.clone()
         self.num_valid = NumValid(num_valid.ce.clone(), num_valid.mtp.clone(), num_valid.tokens.clone())
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):  # the loader may go on
-            losses = model(self.tokens_BS, self.labels_BS, self.num_valid)
+        self.traffic = traffic
+        with traffic.set_aside() as self.sent, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            losses = model(self.tokens_BS, self.labels_BS, self.num_valid)  # other threads (the loader) may go on
             losses.total.backward()
         self.losses = _detached(losses)
 
@@ -41,6 +46,8 @@ class _Captured:
         for name, value in vars(self.num_valid).items():
             value.copy_(getattr(num_valid, name))
         self.graph.replay()
+        for (kind, fmt), nbytes in self.sent.items():
+            self.traffic.add(kind, fmt, nbytes)
         return Losses(**{name: value.clone() for name, value in vars(self.losses).items()})
 
 
@@ -48,19 +55,21 @@ class GraphedMicroBatch:
     """Forward and backward of micro-batches, replayed where it may be.
 
     The first micro-batch of a step writes gradients and the later ones add to them, so there are two graphs; they share their
-    memory. Activations live in that memory between steps, beside what the allocator has cached for the eager ones before.
+    memory. Activations live in that memory between steps, beside what the allocator has cached for the eager ones before. Gradients
+    must stay where they are (not under ZeRO-2), and new weights must have arrived before a call.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.model, self.weights = model, [w for _, w in weights(model)]
-        self.solo = mesh.world.size == 1
+        self.traffic = mesh.traffic
+        self.fits = mesh.tp.size == 1 and (mesh.ep.size == 1 or mesh.ep.gathers)
         self.pool: object = None
         self._seen: dict[tuple[object, ...], int] = {}
         self._graphs: dict[tuple[object, ...], _Captured] = {}
 
     def takes(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> bool:
-        """Whether this micro-batch can be replayed: one rank, no documents, nothing that the host does anew each step."""
-        if not (self.solo and tokens_BS.is_cuda and cu_seqlens is None and self.model.training):
+        """Whether this micro-batch can be replayed: no counts, no documents, nothing that the host does anew each step."""
+        if not (self.fits and tokens_BS.is_cuda and cu_seqlens is None and self.model.training):
             return False
         if torch.are_deterministic_algorithms_enabled():
             return False
@@ -84,5 +93,12 @@ class GraphedMicroBatch:
             return _detached(losses)
         torch.cuda.synchronize()
         self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
-        self._graphs[key] = _Captured(self.model, tokens_BS, labels_BS, num_valid, self.pool)  # marks the weights as used
+        ready = [w.on_grad_ready for w in self.weights]
+        try:
+            for weight in self.weights:  # nothing may leave in the graph: a reducer sends what it has not heard of when it finishes
+                weight.on_grad_ready = None
+            self._graphs[key] = _Captured(self.model, tokens_BS, labels_BS, num_valid, self.pool, self.traffic)  # marks uses
+        finally:
+            for weight, hook in zip(self.weights, ready, strict=True):
+                weight.on_grad_ready = hook
         return self._graphs[key].replay(tokens_BS, labels_BS, num_valid)

@@ -92,7 +92,7 @@ class TrainStep:
         self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero, mu, simulated_ranks)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
-        self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs else None
+        self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs and not self.reducer.each_microbatch else None
         self.guard = guard or Guard(FaultConfig())
 
     def __call__(
@@ -162,6 +162,7 @@ class TrainStep:
                 weight.last_microbatch = self.reducer.each_microbatch or i == len(batches) - 1
             if self.graphed is not None and self.graphed.takes(batch.tokens_BS, batch.cu_seqlens):
                 with self.phases("forward"):  # and backward, in the same launch
+                    self.optimizer.settle()
                     losses = self.graphed(batch.tokens_BS, batch.labels_BS, num_valid)
             else:
                 with self.phases("forward"):

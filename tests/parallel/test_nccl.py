@@ -32,6 +32,7 @@ from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import CONFIG
 from training.checkpoint import tensors
+from training.graph import GraphedMicroBatch
 from training.replicas import compare_replicas, fingerprint
 from training.shards import read_shards, write_shards
 
@@ -54,6 +55,8 @@ class Layout:
     grad_wire: str = "fp32"
     zero: int = 0
     overlap: bool = False
+    dispatch: str = "auto"
+    graph: bool = False
 
 
 LAYOUTS = {
@@ -63,8 +66,11 @@ LAYOUTS = {
     "tp=2": Layout(tp=2),
     "tp=2, no sequence parallel": Layout(tp=2, sequence=False),
     "ep=2": Layout(ep=2),
+    "ep=2, counted": Layout(ep=2, dispatch="counted"),
     "tp=2, ep=2": Layout(tp=2, ep=2),
     "tp=2, ep=2, FP8 sums": Layout(tp=2, ep=2, wires="fp8"),
+    "dp=2, graph": Layout(zero=1, overlap=True, graph=True),
+    "ep=2, graph": Layout(ep=2, zero=1, overlap=True, graph=True),
 }
 # of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places
 BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "block": 2e-2}
@@ -108,6 +114,7 @@ class Sailor:
             self.optimizer.set_master(name, value)
         self.named, mu = list(weights(self.model)), getattr(self.model, "grad_scale", None)
         self.reducer: GradReducer = make_reducer(self.named, mesh, self.optimizer, layout.grad_wire, zero=layout.zero, auto=mu)
+        self.graphed = GraphedMicroBatch(self.model, mesh) if layout.graph else None
 
     def step(self, number: int) -> tuple[float, float]:
         """(loss of the global batch, gradient norm)."""
@@ -116,8 +123,12 @@ class Sailor:
         valid: NumValid = count_valid(*batch)
         for _, weight in self.named:
             weight.last_microbatch = True
-        losses = self.model(tokens, labels, valid)
-        losses.total.backward()
+        if self.graphed is not None:
+            self.optimizer.settle()
+            losses = self.graphed(tokens.contiguous(), labels.contiguous(), valid)
+        else:
+            losses = self.model(tokens, labels, valid)
+            losses.total.backward()
         self.reducer.finish()
         norm = self.reducer.norm()
         update_scales(self.model, partial(all_reduce, axis=self.mesh.world, kind="test", op="max"))
@@ -162,7 +173,7 @@ def enter(rank: int, size: int, store: str, trip: Trip) -> torch.device:
 
 def mesh_of(layout: Layout, device: torch.device) -> Mesh:
     wire = WIRES[layout.wires]
-    return build_mesh(layout.tp, layout.ep, device, layout.sequence, tp_wire=wire, combine_wire=wire)
+    return build_mesh(layout.tp, layout.ep, device, layout.sequence, tp_wire=wire, combine_wire=wire, dispatch=layout.dispatch)
 
 
 def compare(rank: int, size: int, store: str, trip: Trip, names: list[str]) -> dict[str, Any]:
@@ -214,8 +225,16 @@ ON_GPU = Trip(CUT, "block", 20, 8, 512, True)
 @TWO_GPUS
 @pytest.mark.parametrize("recipe", ["block", "bf16"])
 def test_layouts_on_two_gpus(tmp_path: Path, recipe: str) -> None:
-    names = list(LAYOUTS) if recipe == "block" else ["dp=2", "tp=2", "ep=2", "tp=2, ep=2"]
+    names = [n for n in LAYOUTS if "graph" not in n] if recipe == "block" else ["dp=2", "tp=2", "ep=2", "tp=2, ep=2"]
     check(run_ranks(2, compare, str(tmp_path / "store"), replace(ON_GPU, recipe=recipe), names, timeout=150.0), recipe)
+
+
+@pytest.mark.multi_gpu
+@TWO_GPUS
+@pytest.mark.parametrize("layout", ["dp", "ep"])
+def test_replayed_layouts(tmp_path: Path, layout: str) -> None:
+    """Forward and backward as a CUDA graph, in ep with its collectives."""
+    check(run_ranks(2, compare, str(tmp_path / "store"), ON_GPU, [f"{layout}=2, graph"], timeout=60.0), "block")
 
 
 @pytest.mark.multi_gpu
@@ -237,7 +256,7 @@ ON_CPU = Trip(CONFIG, "fp32", 3, 4, 32, False)
 def test_the_comparison_itself_on_cpu_ranks(tmp_path: Path) -> None:
     """In FP32, so that the bound is that of sums in another order."""
     torch.set_num_threads(1)
-    exact = [name for name in LAYOUTS if "FP8" not in name]
+    exact = [name for name in LAYOUTS if "FP8" not in name and "graph" not in name]
     check(run_ranks(2, compare, "", ON_CPU, exact), "fp32")
     losses, _ = run_ranks(2, resumed, "", ON_CPU, str(tmp_path))
     truth = compare(0, 1, "", ON_CPU, [])["solo"]["losses"]
