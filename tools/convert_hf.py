@@ -19,7 +19,7 @@ from model.counts import parameter_counts
 from tools.hf_export import export_hf, open_source
 from tools.hf_import import import_hf
 from tools.output import whole_or_nothing
-from training.errors import exit_status
+from training.errors import UserError, exit_status
 
 
 def _convert(out: Path, work: Callable[[Path, Callable[[int], object]], ModelConfig]) -> None:
@@ -50,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         _convert(options.out, lambda out, bar: import_hf(Path(options.source), out, options.out, drop, bar))
         print(f"continue training: torchrun train.py --config {options.out}/train.yaml")
         return
+    if not 1e-6 <= options.shard_gb <= 1e6:
+        raise UserError(f"--shard-gb {options.shard_gb} is no size of a file")
     source = open_source(options.source, drop, lambda message: print(f"warning: {message}", file=sys.stderr))
     shard_bytes = int(options.shard_gb * 1e9)
     _convert(options.out, lambda out, bar: export_hf(source, out, options.dtype, options.tokenizer, shard_bytes, bar))

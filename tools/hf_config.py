@@ -33,10 +33,26 @@ SHARED = (
 )  # fmt: skip
 
 
+def _type_problems(hf: Mapping[str, Any]) -> list[str]:
+    """Fields of another type than the rest of this file takes them for."""
+    kinds = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
+    wanted = {name: kinds[name] for name in SHARED} | dict.fromkeys(("rotary_dim", "moe_shared_expert_intermediate_size"), "int")
+    wanted |= {"mtp_loss_scaling_factor": "float", "architectures": "list"}
+    wanted |= dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), "dict")
+    types = {"int": (int, "an integer"), "float": ((int, float), "a number"), "list": (list, "a list"), "dict": (dict, "an object")}
+    found = []
+    for name, kind in wanted.items():
+        value, (type_, text) = hf.get(name), types[kind]
+        if value is not None and (not isinstance(value, type_) or isinstance(value, bool)):
+            found.append(f"{name} = {value!r} is not {text}")
+    return found
+
+
 def problems(hf: Mapping[str, Any]) -> list[str]:
     """Everything in a config.json that octet's model would get wrong; empty when it can be imported."""
-    found = []
-    if ARCHITECTURE not in hf.get("architectures", [ARCHITECTURE]):
+    if found := _type_problems(hf):
+        return found
+    if ARCHITECTURE not in (hf.get("architectures") or [ARCHITECTURE]):
         found.append(f"architectures = {hf['architectures']}, not {ARCHITECTURE}")
     for name, value in FIXED.items():
         if name in hf and hf[name] != value:
@@ -49,9 +65,14 @@ def problems(hf: Mapping[str, Any]) -> list[str]:
 
 def _rope_problems(hf: Mapping[str, Any]) -> list[str]:
     found, rope = [], hf.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or hf.get("rope_scaling"):
-        found.append(f"rope scaling ({hf.get('rope_scaling') or kind}) is not supported; import the checkpoint without it")
+    for name in ("rope_parameters", "rope_scaling"):
+        given = hf.get(name) or {}
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind != "default":
+            found.append(
+                f"{name} asks for {kind}, which octet does not train with. Ling 2.0 and Ring 2.0 are published without it; it is "
+                'added for long inference: import with "rope_scaling": null, and add it to the export'
+            )
     if "rope_theta" in hf and rope.get("rope_theta", hf["rope_theta"]) != hf["rope_theta"]:
         found.append(f"rope_theta = {hf['rope_theta']} but rope_parameters.rope_theta = {rope['rope_theta']}")
     factors = [x["partial_rotary_factor"] for x in (hf, rope) if x.get("partial_rotary_factor") is not None]

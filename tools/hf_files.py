@@ -72,16 +72,20 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise UserError(f"{path}: damaged header ({error})") from error
-    entries, end = {}, 0
+    entries, end, places = {}, 0, []
     try:
         for name, entry in header.items():
             if name != "__metadata__":
                 first, last = entry["data_offsets"]
                 entries[name] = Entry(entry["dtype"], tuple(entry["shape"]), path, 8 + length + first)
-                end = max(end, last)
+                places.append((first, last, name))
                 if entry["dtype"] in DTYPES and last - first != _nbytes(entries[name]):
                     raise UserError(f"{path}: {name} has {last - first} bytes, its shape wants {_nbytes(entries[name])}")
-    except (KeyError, TypeError, ValueError) as error:
+        for first, last, name in sorted(places):  # one behind the other, as the format asks
+            if first != end or last < first:
+                raise UserError(f"{path}: damaged header ({name} lies at {first} to {last}, the one before it ends at {end})")
+            end = last
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: damaged header ({error!r})") from error
     if size != 8 + length + end:
         raise UserError(f"{path} is truncated: {size} bytes, its header wants {8 + length + end}")
@@ -105,6 +109,8 @@ class TensorFiles:
             placed = read_json(index).get("weight_map")
             if not isinstance(placed, dict) or not placed:
                 raise UserError(f"{index} has no weight_map")
+            if strange := [s for s in placed.values() if not isinstance(s, str) or Path(s).name != s]:
+                raise UserError(f"{index} places tensors in {strange[0]!r}, which is not the name of a file of {folder}")
             shards = sorted(set(placed.values()))
             missing = [name for name in shards if not (folder / name).is_file()]
             if missing:

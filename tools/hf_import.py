@@ -186,6 +186,8 @@ def import_hf(source: Path, folder: Path, final: Path, drop_mtp: bool, progress:
         UserError: anything in the source is missing, damaged, unknown or contradictory.
         OSError: writing failed.
     """
+    if not source.is_dir():
+        raise UserError(f"{source} is not a folder" if source.exists() else f"{source} does not exist")
     if not (source / "config.json").is_file():
         raise UserError(f"{source} has no config.json: is it a Hugging Face model folder?")
     hf = read_json(source / "config.json")

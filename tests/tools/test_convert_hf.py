@@ -138,6 +138,7 @@ def test_both_forms_of_rope_and_partial_rotary_are_written_and_either_is_read() 
     out = export_config(config, hf, "bf16")
     assert out["rope_theta"] == out["rope_parameters"]["rope_theta"] == 600000.0
     assert out["partial_rotary_factor"] == 0.5 and out["rotary_dim"] == 16
+    assert import_config({**out, "rope_scaling": {"type": "default"}}, "") == config
     for dropped in (("rope_theta", "partial_rotary_factor"), ("rope_parameters", "partial_rotary_factor"), ("rotary_dim",)):
         again = import_config({k: v for k, v in out.items() if k not in dropped}, "")
         assert again == config, dropped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ def spoil_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}})
     )
+
+
+def index(folder: Path, shard: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+
+
+def header(folder: Path, **fields: object) -> None:
+    """Changes what the file's header says of lm_head.weight."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    entries = json.loads(data[8:end])
+    entries["lm_head.weight"] |= fields
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
 
 
 GATE = "model.layers.1.mlp.gate"
@@ -52,7 +68,16 @@ BAD = {
     "MTP not announced": (lambda f: edit(f, num_nextn_predict_layers=0), "--mtp drop"),
     "other model": (lambda f: edit(f, architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
     "other activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act = 'gelu'"),
-    "yarn": (lambda f: edit(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling"),
+    "yarn": (lambda f: edit(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope_scaling asks for yarn"),
+    "rope is a list": (lambda f: edit(f, rope_parameters=[1]), "rope_parameters = [1] is not an object"),
+    "theta is text": (lambda f: edit(f, rope_theta="1e4"), "rope_theta = '1e4' is not a number"),
+    "rotary dim is text": (lambda f: edit(f, rotary_dim="16"), "rotary_dim = '16' is not an integer"),
+    "vocabulary is a fraction": (lambda f: edit(f, vocab_size=512.0), "vocab_size = 512.0 is not an integer"),
+    "quantisation is text": (lambda f: edit(f, quantization_config="fp8"), "quantization_config = 'fp8' is not an object"),
+    "index leads elsewhere": (lambda f: index(f, "../elsewhere.safetensors"), "'../elsewhere.safetensors', which is not the name"),
+    "index holds a number": (lambda f: index(f, 3), "places tensors in 3"),
+    "tensors overlap": (lambda f: header(f, data_offsets=[-10, 131062]), "lies at -10 to 131062"),
+    "shape is text": (lambda f: header(f, shape="big"), "damaged header"),
     "two thetas": (lambda f: edit(f, rope_parameters={"rope_theta": 600000.0}), "rope_theta = 10000.0 but"),
     "no rotary key": (lambda f: edit(f, partial_rotary_factor=None), "neither partial_rotary_factor nor rotary_dim"),
     "FP8 config, BF16 weights": (
@@ -131,5 +156,13 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
     file.write_bytes(file.read_bytes()[:-1])
     assert call("export", tmp_path / "in", tmp_path / "out") == 2
     assert "shorter than" in capsys.readouterr().err
+    data = bytearray(file.read_bytes() + b"\0")
+    data[5000] ^= 1
+    file.write_bytes(data)
+    assert call("export", tmp_path / "in", tmp_path / "out") == 2
+    assert "corrupt (its checksum is another)" in capsys.readouterr().err
+    for size in ("0", "-1", "nan"):
+        assert call("export", tmp_path / "in", tmp_path / "out", "--shard-gb", size) == 2
+        assert "is no size of a file" in capsys.readouterr().err
     assert call("export", tmp_path / "nowhere", tmp_path / "out") == 2
     assert "no checkpoint at" in capsys.readouterr().err
