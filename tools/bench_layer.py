@@ -2,7 +2,8 @@
 
 Each part runs alone on random tokens, with the routing that random weights give, gradients of weights written (not added) in FP32.
 Times are medians over alternating rounds, by CUDA events; "graph" is the sum once more as one CUDA graph, so without gaps between
-launches. `--profile DIR` also saves a trace and the kernels' shares of each part.
+launches, "roofline" the share that tools/roofline.py's least time has of it. `--profile DIR` also saves a trace and the kernels'
+shares of each part.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from model.attention import Context
 from model.config import ModelConfig
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh
+from tools.roofline import copy_rate, part_seconds
 
 Run = Callable[[], Tensor]  # forward; returns what backward starts from
 PARTS = ("attention", "dense", "moe", "layer", "head")
@@ -142,8 +144,9 @@ def main(argv: list[str] | None = None) -> None:
     config = ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk)
     models = {name: build(config, getattr(Recipe, name)(), args.stage) for name in args.recipes}
     results: list[dict[str, object]] = []
-    print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.seq} tokens")
-    print(f"{'part':<12}{'recipe':<8}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}{'graph':>9}")
+    rate = copy_rate()
+    print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.seq} tokens, copy {rate / 1e12:.2f} TB/s")
+    print(f"{'part':<12}{'recipe':<8}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}{'graph':>9}{'roofline':>10}")
     for name in args.parts:
         runs = {recipe: part(model, name, args.batch, args.seq) for recipe, model in models.items()}
         times: dict[str, list[tuple[float, float, float]]] = {recipe: [] for recipe in models}
@@ -155,9 +158,11 @@ def main(argv: list[str] | None = None) -> None:
         for recipe, model in models.items():
             forward, backward, total = (statistics.median(column) for column in zip(*times[recipe], strict=True))
             replayed = graphed(model, *runs[recipe], args.rounds)
-            print(f"{name:<12}{recipe:<8}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}")
+            fp8 = getattr(Recipe, recipe)().is_fp8
+            floor = 1e3 * part_seconds(config, name, args.batch * args.seq, args.seq, fp8, rate)
+            print(f"{name:<12}{recipe:<8}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}{floor / replayed:10.0%}")
             row: dict[str, object] = {"part": name, "recipe": recipe, "forward_ms": forward, "backward_ms": backward, "ms": total}
-            row["graph_ms"] = replayed
+            row |= {"graph_ms": replayed, "roofline": floor / replayed}
             if args.profile:
                 row |= profile(lambda: once(model, *runs[recipe]), args.profile, f"{name}-{recipe}")  # noqa: B023
                 print(f"    busy {row['busy_ms']:.3f} ms in {row['launches']} launches")

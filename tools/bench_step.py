@@ -34,7 +34,6 @@ from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tools.bench_layer import print_kernels, profile
-from tools.roofline import copy_rate, part_seconds
 from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
 
@@ -211,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     if speaks:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
-        print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'roofline':>10}{'GiB':>8}")
+        print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
     results = []
     for layout in args.layouts:
         for name in args.recipes:
@@ -236,7 +235,7 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if speaks:
         print(f"{name:<8}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
-        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['roofline']:10.0%}{row['peak_gib']:8.1f}", end="")
+        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['peak_gib']:8.1f}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
         if "exposed_ms" in row:
             exposed = " ".join(f"{kind} {ms:.2f}" for kind, ms in row["exposed_ms"].items())

@@ -1,0 +1,58 @@
+"""The least time a part of a layer can take: its products at the tensor cores' peak, or their operands at the copy rate.
+
+Each product counts with the larger of FLOPs / peak and bytes / copy rate: both operands once, the result once (BF16, a weight's
+gradient FP32). What lies between the products counts as free, so 100% is out of reach by what norms, quantisation, SwiGLU and
+permutation have to move. Peaks are the vendor's dense ones for Hopper. Shapes: T tokens, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.testing import do_bench
+
+from model.config import ModelConfig
+
+PEAK = {True: 1979e12, False: 989e12}  # FLOP/s in FP8, in BF16
+
+
+def copy_rate() -> float:
+    """Bytes/s, read and written, of a copy of 1 GiB on this GPU."""
+    a, b = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
+    return 2 * a.numel() / do_bench(lambda: b.copy_(a), warmup=10, rep=60, return_mode="median") * 1e3
+
+
+def linear_seconds(m: int, n: int, k: int, fp8: bool, rate: float, experts: int = 1) -> float:
+    """fprop, dgrad and wgrad of y [m, n] = x [m, k] . w [n, k]^T, with `experts` weights for equal parts of the rows."""
+    size = 1 if fp8 else 2
+    weight, x, y = experts * n * k, m * k, m * n
+    moved = (size * (x + weight) + 2 * y, size * (y + weight) + 2 * x, size * (x + y) + 4 * weight)
+    return sum(max(2 * m * n * k / PEAK[fp8], bytes_ / rate) for bytes_ in moved)
+
+
+def part_seconds(c: ModelConfig, part: str, tokens: int, seq_len: int, fp8: bool, rate: float) -> float:
+    """Forward and backward of "attention", "dense", "moe", "layer" (attention and moe) or "head" on one GPU."""
+    t, d = tokens, c.hidden_size
+    if part == "layer":
+        return sum(part_seconds(c, each, tokens, seq_len, fp8, rate) for each in ("attention", "moe"))
+    if part == "head":
+        return linear_seconds(t, c.vocab_size, d, fp8, rate)
+    if part == "dense":
+        return linear_seconds(t, 2 * c.intermediate_size, d, fp8, rate) + linear_seconds(t, d, c.intermediate_size, fp8, rate)
+    if part == "attention":
+        wide = c.num_attention_heads * c.head_dim
+        core = 3.5 * 2 * t * seq_len * wide / PEAK[False]  # causal: half of the scores; five products back, two forth
+        return linear_seconds(t, c.qkv_size, d, fp8, rate) + linear_seconds(t, d, wide, fp8, rate) + core
+    rows, f, shared = t * c.num_experts_per_tok, c.moe_intermediate_size, c.shared_intermediate_size
+    found = linear_seconds(rows, 2 * f, d, fp8, rate, c.num_experts) + linear_seconds(rows, d, f, fp8, rate, c.num_experts)
+    found += linear_seconds(t, c.num_experts, d, False, rate)  # the router, as one BF16 product
+    if shared:
+        found += linear_seconds(t, 2 * shared, d, fp8, rate) + linear_seconds(t, d, shared, fp8, rate)
+    return found
+
+
+def step_seconds(c: ModelConfig, tokens: int, seq_len: int, fp8: bool, rate: float) -> float:
+    """Forward and backward of all layers and heads."""
+    mtp = c.num_nextn_predict_layers
+    parts = {"dense": c.first_k_dense_replace, "moe": c.num_hidden_layers - c.first_k_dense_replace + mtp}
+    parts |= {"attention": c.num_hidden_layers + mtp, "head": 1 + mtp}
+    return sum(n * part_seconds(c, part, tokens, seq_len, fp8, rate) for part, n in parts.items())
