@@ -175,6 +175,7 @@ def run_in(stack: ExitStack, config: Config) -> int:
             metrics.say(console_line(done, train.steps, values))
         if done == first:
             metrics.say(f"held        {steady_state(optimizer, device)}")
+            metrics.say(f"peak        {resources.peak(device)}")
         if done == first or due(faults.compare_every, done):
             optimizer.settle()
             compare_replicas(model, mesh, done)

@@ -12,6 +12,7 @@ from fp8.optimizer import ROLES, AdamW, bytes_report
 from parallel.mesh import Mesh
 
 GIB = 1 << 30
+BASELINE = 16  # bytes a parameter: BF16 weight and gradient, FP32 master and two moments
 MAX_DETAILS = 200  # records of a run that carry tables (a count for each expert): about 30 KB each for Ling-mini
 
 
@@ -19,7 +20,7 @@ class Resources:
     """Reads what has gathered since the last `read`."""
 
     def __init__(self, model: nn.Module, optimizer: AdamW, mesh: Mesh, done: int) -> None:
-        self.model, self.optimizer, self.mesh, self._last = model, optimizer, mesh, done
+        self.model, self.optimizer, self.mesh, self._last, self._kept = model, optimizer, mesh, done, 0
 
     def read(self, step: int) -> dict[str, float]:
         """Values after step `step`.
@@ -39,9 +40,22 @@ class Resources:
         found |= {f"wire/{kind}_gb": size / steps / 1e9 for kind, size in sorted(traffic.by_kind().items())}
         found |= {f"wire_format/{kind}/{fmt}_gb": size / steps / 1e9 for (kind, fmt), size in sorted(traffic.sent.items())}
         found |= {f"wire_time/{kind}_s": seconds / steps for kind, seconds in sorted(traffic.seconds().items())}
-        account.peak, self._last = 0, step
+        self._kept, account.peak, self._last = max(self._kept, account.peak), 0, step
         traffic.reset()
         return found
+
+
+    def peak(self, device: torch.device) -> str:
+        """Memory by class at its peak so far, in GiB, beside what BF16 training with FP32 AdamW holds before any activation."""
+        held, kept = bytes_report(self.optimizer), max(self._kept, self.model.stash.account.peak)
+        states = sum(held[role] for role in ROLES)
+        parts = {"weights": held["weight"], "gradients": held["grad"], "optimizer states": states, "activations kept": kept}
+        total = sum(parts.values())
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            parts["everything else"], total = peak - total, peak
+        text = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"{text} = {total / GIB:.2f} GiB; BF16 and FP32 AdamW: {BASELINE * held['parameters'] / GIB:.2f} without activations"
 
 
 def steady_state(optimizer: AdamW, device: torch.device) -> str:

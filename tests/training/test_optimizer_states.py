@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.model.tiny import batch, build
 from training.checkpoint import Checkpointer, load_masters
 from training.config import CheckpointConfig, Config, RunConfig, load_config
 from training.errors import UserError
+from training.resources import Resources
 from training.run_state import whole_checkpoints
 from training.shards import Shard, read_shards, write_shards
 from training.start import set_gradient_format
@@ -172,3 +174,20 @@ def test_training_with_lean_states_follows_fp32_states(tmp_path: Path) -> None:
     want, got = exact.steps(1, 8), lean.steps(1, 8)
     assert abs(got[0] - want[0]) < 0.05  # masters are rounded to fp16 once
     assert abs(sum(got[-6:]) / sum(want[-6:]) - 1) < 0.01
+
+
+def test_peak_by_class_adds_up_and_names_what_bf16_training_would_hold(tmp_path: Path) -> None:
+    run = Run(tmp_path, PRESETS["lean"])
+    run.steps(1, 1)
+    resources = Resources(run.model, run.optimizer, Mesh.solo(), 0)
+    before = resources.peak(torch.device("cpu"))
+    resources.read(1)  # logging starts a new account; the run's peak stays
+    assert resources.peak(torch.device("cpu")) == before
+    classes, total, baseline = re.fullmatch(
+        r"(.*) = ([\d.]+) GiB; BF16 and FP32 AdamW: ([\d.]+) without activations", before
+    ).groups()
+    sizes = {name: float(size) for name, size in re.findall(r"([a-z ]+) ([\d.]+)", classes)}
+    report = bytes_report(run.optimizer)
+    assert set(sizes) == {"weights", " gradients", " optimizer states", " activations kept"}
+    assert abs(sum(sizes.values()) - float(total)) < 0.03
+    assert abs(float(baseline) - 16 * report["parameters"] / 2**30) < 0.01
