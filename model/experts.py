@@ -33,6 +33,7 @@ from parallel.dispatch import (
     start_combine_rows,
     start_dispatch_both,
     start_plan,
+    turn_tokens,
     turns_tokens,
 )
 from parallel.memory import explained
@@ -72,6 +73,9 @@ class _Call:
 
 def _keep_for_wgrad(call: _Call, rows_q: Quantized, plan: DispatchPlan) -> Callable[[], Quantized]:
     """Keeps the tokens, or the rows where turning those is cheaper (stage 0 and 1); returns what makes x for wgrad from them."""
+    if call.stage < 2 and plan.tokens is not None:
+        gathered = call.stash.put(f"{call.name}.rows", plan.tokens).claim()
+        return lambda: turn_tokens(gathered.pop(), plan)
     if call.stage >= 2 or turns_tokens(call.x.q, plan):
         tokens = call.x.ticket.claim()
         return lambda: dispatch_turned(tokens.pop(), plan)
@@ -102,10 +106,10 @@ class _RoutedExperts(torch.autograd.Function):
         y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
 
         # x and the start of the plan must not live on with the graph: what backward needs of them is claimed below
-        ctx.call, ctx.plan, ctx.dtype = replace(call, x=None, start=None), plan, dtype
+        ctx.turned_x = _keep_for_wgrad(call, rows_q, plan) if w1.trainable else None
+        ctx.call, ctx.plan, ctx.dtype = replace(call, x=None, start=None), replace(plan, tokens=None), dtype
         ctx.w_R = stash.put(f"{name}.weights", w_R).claim()
         ctx.h = stash.put(f"{name}.pre", h_q).claim()
-        ctx.turned_x = _keep_for_wgrad(call, rows_q, plan) if w1.trainable else None
         ctx.a = stash.put(f"{name}.out", a_q).claim() if call.stage < 1 else None
         return combine_rows(y_RD, plan)
 

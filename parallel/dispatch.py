@@ -44,7 +44,7 @@ from fp8.permute import (
 from fp8.quantize import quantize, requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Spec
-from parallel.collectives import Pending, all_to_all, start_all_gather, start_all_to_all, start_exchange
+from parallel.collectives import Pending, all_to_all, start_all_gather, start_all_gather_rows, start_all_to_all, start_exchange
 from parallel.mesh import Axis
 from parallel.payload import RowFormat, pack, unpack
 from parallel.send_plan import Counted, count_tokens, order_tokens, own_slots, read_slots, slot_bytes
@@ -62,6 +62,7 @@ class DispatchPlan:
         take. send, recv: tokens to and from each rank; empty on a solo axis, where tokens are permuted in place.
         token_M: int64 token of each row sent, in (rank, token) order; None: all tokens go to each rank.
         row_Tn: int64 row, among what comes back, of token t's sum on each rank; -1 where it has none.
+        tokens: [n * T, D], gathered: what the rows were made from.
     """
 
     axis: Axis
@@ -70,6 +71,12 @@ class DispatchPlan:
     recv: tuple[int, ...] = ()
     token_M: Tensor | None = None
     row_Tn: Tensor | None = None
+    tokens: Quantized | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has all tokens of the axis, so that rows are made from those in one pass, and need not be kept."""
+        return self.axis.size == 1 or self.axis.gathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +159,8 @@ def _dispatch_gathered(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> 
     arrived = (start.flight or _gather_tokens(x_q, weights_Tk, start.ids_Tk, axis)).wait()
     weights_Nk, ids_Nk = read_slots(arrived, form.data_bytes, k, axis.rank * local, local)
     perm, each = build_permutation(ids_Nk, local, buffer_rows(start)), (tokens,) * axis.size
-    rows, w_R = _unpack_rows(arrived, form, x_q, perm), permute_slots(weights_Nk, perm)
-    return rows, w_R, DispatchPlan(axis, perm, each, each, None, _row_of_each_rank(tokens, axis.size, x_q.device))
+    tokens_q, back = unpack(arrived, form, x_q.scale_inv), _row_of_each_rank(tokens, axis.size, x_q.device)
+    return permute(tokens_q, perm), permute_slots(weights_Nk, perm), DispatchPlan(axis, perm, each, each, None, back, tokens_q)
 
 
 @cache
@@ -206,15 +213,18 @@ def start_dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Callable[[], Quan
 
     Returns a function that waits and gives the rows; work queued before it is called runs beside the wire.
     """
-    if plan.axis.size == 1:
-        return lambda: permute(x_q, plan.perm)
+    if plan.whole:
+        arriving = _start_tokens(x_q, plan.axis)
+        return lambda: permute(arriving(), plan.perm)
     form, payload = RowFormat.of(x_q), pack(x_q, plan.token_M)
-    fmt = FORMAT_NAMES[form.dtype]
-    if plan.axis.gathers:
-        flight = start_all_gather(payload, plan.axis, DISPATCH, fmt)
-    else:
-        flight = start_all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, fmt)
+    flight = start_all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
     return lambda: _unpack_rows(flight.wait(), form, x_q, plan.perm)
+
+
+def _start_tokens(x_q: Quantized, axis: Axis) -> Callable[[], Quantized]:
+    """[T, D] -> [n * T, D], where the axis gathers."""
+    arriving = start_all_gather_rows(x_q, axis, DISPATCH)
+    return arriving.wait
 
 
 def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
@@ -226,8 +236,9 @@ def start_dispatch_both(
     x_q: Quantized, plan: DispatchPlan, columns: Spec | None
 ) -> Callable[[], tuple[Quantized, Quantized | None]]:
     """`start_dispatch_rows` of dY, whose function also gives the rows re-tiled and transposed under `columns` [D, R], if any."""
-    if plan.axis.size == 1 and columns is not None:
-        return lambda: permute_both(x_q, plan.perm, columns)
+    if plan.whole and columns is not None:
+        tokens = _start_tokens(x_q, plan.axis)
+        return lambda: permute_both(tokens(), plan.perm, columns)
     arriving = start_dispatch_rows(x_q, plan)
 
     def wait() -> tuple[Quantized, Quantized | None]:
@@ -239,9 +250,14 @@ def start_dispatch_both(
 
 def dispatch_turned(x_q: Quantized, plan: DispatchPlan) -> Quantized:
     """[T, D] -> [D, R] with square tiles: x along an existing plan once more, as wgrad reads it."""
-    if plan.axis.size == 1:
-        return permute_requantize_t(x_q, plan.perm)
+    if plan.whole:
+        return turn_tokens(_start_tokens(x_q, plan.axis)(), plan)
     return requantize_t(dispatch_rows(x_q, plan), plan.perm.groups.block_expert_B)
+
+
+def turn_tokens(tokens: Quantized, plan: DispatchPlan) -> Quantized:
+    """All tokens of the axis [n * T, D] -> [D, R] with square tiles."""
+    return permute_requantize_t(tokens, plan.perm)
 
 
 def turns_tokens(x_q: Quantized, plan: DispatchPlan) -> bool:

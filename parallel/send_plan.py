@@ -122,8 +122,13 @@ def order_tokens(ids_Tk: Tensor, weights_Tk: Tensor, counted: Counted, local: in
 
 def own_slots(ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
     """uint8 [T, X]: as in a SendOrder, the expert ids as they are."""
-    ids = F.pad(ids_Tk.to(torch.int16), (0, ids_Tk.shape[1] % 2), value=-1)
-    return torch.cat([weights_Tk.float().contiguous().view(torch.uint8), ids.contiguous().view(torch.uint8)], dim=1)
+    tokens, k = ids_Tk.shape
+    slots = torch.empty(tokens, slot_bytes(k), dtype=torch.uint8, device=ids_Tk.device)
+    slots.view(torch.float32)[:, :k].copy_(weights_Tk)
+    slots.view(torch.int16)[:, 2 * k : 3 * k].copy_(ids_Tk)
+    if k % 2:
+        slots.view(torch.int16)[:, 3 * k :].fill_(-1)
+    return slots
 
 
 def read_slots_ref(payload_NB: Tensor, start: int, k: int, first: int, local: int) -> tuple[Tensor, Tensor]:

@@ -19,12 +19,13 @@ from fp8.permute import build_permutation, permute, permute_slots, unpermute_slo
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
+from fp8.weight import weights
 from model.loss import count_valid
 from parallel.dispatch import combine_rows, combine_slots, dispatch, dispatch_rows, start_plan
 from parallel.dispatch_reference import combine_ref, dispatch_ref
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
-from tests.parallel.layouts import Case, build, global_batch
+from tests.parallel.layouts import Case, backward, bits, build, global_batch
 
 EXPERTS, K, D = 8, 2, 512
 MOE_LAYERS = 2  # of tests/parallel/layouts.py's model: one of its two layers, and the MTP layer
@@ -143,6 +144,25 @@ def test_a_layer_waits_once_for_the_device() -> None:
         for stage in (0, 2, 3):
             assert seen[2, stage] == ({"_token_counts": MOE_LAYERS}, {}), stage
         assert seen[2, 4] == ({"_token_counts": MOE_LAYERS}, {"_token_counts": MOE_LAYERS})
+
+
+def both_ways(rank: int, size: int) -> list[tuple[float, dict[str, int]]]:
+    """(loss, digests of all gradients) of a whole model: tokens counted, then gathered; stages 0 and 2."""
+    found = []
+    for stage in (0, 2):
+        for way in ("counted", "gathered"):
+            mesh = build_mesh(1, size, dispatch=way)
+            model = build(Case(ep=size, recipe="block", stage=stage), mesh)
+            loss = backward(model, mesh, parts=1)
+            found.append((loss, {name: bits(w.main_grad) for name, w in weights(model)}))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_is_counted_bit_for_bit(ranks: int) -> None:
+    for counted, gathered, recounted, regathered in run_ranks(ranks, both_ways):
+        assert counted == gathered == recounted == regathered and len(counted[1]) > 10
 
 
 CASES = ("plain", "uneven", "empty_source", "idle_rank", "one_expert")
