@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.transformer import Transformer
 from parallel.mesh import Mesh
 from training.checkpoint import load_masters
+from training.checkpoint_files import corruption
 from training.errors import UserError, exit_status
 from training.run_state import RunState, locate
 from training.sample import generate
@@ -33,7 +34,7 @@ def load(checkpoint: str, recipe: str | None, tokenizer: str | None, device: tor
     Raises:
         UserError: no such checkpoint, or a tokenizer that is not the one it was trained with.
     """
-    path = locate(checkpoint, lambda text: print(f"warning: {text}", file=sys.stderr))
+    path = locate(checkpoint, lambda text: print(f"warning: {text}", file=sys.stderr), corruption)
     state = RunState.read(path)
     found = load_tokenizer(tokenizer or state.config["data"]["tokenizer"])
     if state.tokenizer not in ("", found.fingerprint):

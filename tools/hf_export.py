@@ -28,7 +28,7 @@ from model.huggingface import Part, parts
 from tools.hf_config import export_config
 from tools.hf_files import DTYPES, Planned, TensorWriter, read_json
 from tools.hf_import import CARRIED, SCALE_PREFIX, SLAB, Progress, bias_names, global_shapes
-from training.checkpoint_files import verify
+from training.checkpoint_files import corruption
 from training.errors import UserError
 from training.run_state import RunState, locate
 from training.streaming import ShardReader
@@ -69,7 +69,7 @@ def open_source(checkpoint: str, drop_mtp: bool, warn: Any) -> Source:
     Raises:
         UserError: no whole checkpoint there, or one whose model cannot be built.
     """
-    folder = locate(checkpoint, warn, lambda path: "; ".join(verify(path, 0, 1)) or None)
+    folder = locate(checkpoint, warn, corruption)
     state = RunState.read(folder)
     try:
         config = ModelConfig(**state.model)

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from tools.output import whole_or_nothing
-from training.checkpoint_files import seal_alone
+from training.checkpoint_files import corruption, seal_alone
 from training.errors import UserError, exit_status
 from training.run_state import RunState, whole_checkpoints
 from training.streaming import ShardReader, ShardWriter, row_boxes, whole_box
@@ -49,10 +49,13 @@ def check_inputs(folders: Sequence[Path]) -> list[RunState]:
     """States of the checkpoints, oldest first.
 
     Raises:
-        UserError: fewer than two, or not of one model, tokenizer and recipe of states.
+        UserError: fewer than two, damaged, or not of one model and tokenizer.
     """
     if len(folders) < 2:
         raise UserError(f"a merge takes at least two checkpoints, got {len(folders)}")
+    for folder in folders:
+        if (reason := corruption(folder)) is not None:
+            raise UserError(f"checkpoint {folder} is not whole: {reason}")
     states = [RunState.read(folder) for folder in folders]
     for folder, state in zip(folders[1:], states[1:], strict=True):
         for field in ("model", "tokenizer"):

@@ -125,6 +125,11 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
         return [text for text in pool.map(problem, expected) if text is not None]
 
 
+def corruption(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, all of them read by this process; the check that tools give to `locate`."""
+    return "; ".join(verify(folder)) or None
+
+
 def _write_json(path: Path, values: dict) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(values, file, indent=1)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from fp8.quantized import expand_scales
 from fp8.recipe import Recipe
 from fp8.weight import weights
-from model.huggingface import parts
+from model.huggingface import load_hf, parts
 from model.router import routers
 from model.transformer import Transformer
 from parallel.mesh import Mesh
@@ -22,7 +22,7 @@ from tools.hf_files import read_json
 from training.checkpoint import load_masters
 from training.errors import UserError
 from training.streaming import ShardReader
-from training.tokenizer import train_tokenizer
+from training.tokenizer import load_tokenizer, train_tokenizer
 
 
 def test_golden_comes_back_bitwise(tmp_path: Path) -> None:
@@ -82,6 +82,58 @@ def test_trained_fp8_bytes_go_out_without_a_second_rounding(tmp_path: Path) -> N
             assert torch.equal(a.q.dequantize(), b.q.dequantize()), name
     for (_, a), (_, b) in zip(routers(model), routers(again), strict=True):
         assert torch.equal(a.expert_bias, b.expert_bias)
+
+
+def test_an_engine_that_reads_the_export_computes_the_golden_logits(tmp_path: Path) -> None:
+    """Tensors through the safetensors library alone, config.json as it stands, no checkpoint of ours in between."""
+    assert call("import", GOLDEN, tmp_path / "in") == 0
+    assert call("export", tmp_path / "in", tmp_path / "out", "--shard-gb", 0.001) == 0
+    config = import_config(read_json(tmp_path / "out/config.json"), "")
+    model = Transformer(config, Recipe.fp32(), dtype=torch.float32)
+    named = dict(weights(model))
+    for name, value in load_hf(model, read_all(tmp_path / "out")):
+        named[name].set_(value)
+    golden = load_file(GOLDEN / "golden.safetensors")
+    torch.testing.assert_close(model.eval().logits(golden["input_ids"]), golden["logits"], rtol=0, atol=1e-5)
+
+
+def test_an_fp8_export_is_within_half_a_code_of_the_masters(tmp_path: Path) -> None:
+    """E4M3: 2^-4 of a normal value, 2^-10 of the scale below those; and the scales are powers of two that keep it below 448."""
+    assert call("import", GOLDEN, tmp_path / "in") == 0
+    assert call("export", tmp_path / "in", tmp_path / "out", "--dtype", "fp8") == 0
+    masters, tensors = load_file(GOLDEN / "model.safetensors"), read_all(tmp_path / "out")
+    fp8 = [name for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn]
+    assert len(fp8) > 100
+    for name in fp8:
+        scale, want = tensors[name + SCALE], masters[name].float()
+        wide = expand_scales(scale, (128, 128), want.shape)
+        error = (tensors[name].float() * wide - want).abs()
+        assert (error <= torch.maximum(want.abs() * 2**-4, wide * 2**-10)).all(), name
+        assert torch.equal(scale.log2(), scale.log2().round()) and torch.isfinite(tensors[name].float()).all()
+    for name in tensors.keys() - set(fp8) - {n + SCALE for n in fp8}:
+        assert torch.equal(tensors[name], masters[name]), name
+
+
+def test_transformers_reads_config_and_tokenizer(source: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    bpe.train_from_iterator(["to be or not to be"] * 9, trainers.BpeTrainer(vocab_size=300, **options))
+    bpe.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}')
+    assert call("import", source, tmp_path / "in") == 0
+    assert call("export", tmp_path / "in", tmp_path / "out") == 0
+    config = transformers.PretrainedConfig.from_pretrained(str(tmp_path / "out"))
+    assert config.rope_theta == config.rope_parameters["rope_theta"] == 10000.0 and config.rotary_dim == 16
+    assert config.architectures == ["BailingMoeV2ForCausalLM"] and config.num_experts == 16
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "out"))
+    ours = load_tokenizer(str(tmp_path / "out"))
+    text = "to be, or not: d\u00e9j\u00e0 vu <|endoftext|>"
+    assert theirs.decode(ours.encode(text)) == text and theirs.eos_token_id == ours.eos_id
+    assert theirs.encode(text[:-14], add_special_tokens=False) == ours.encode(text[:-14])
 
 
 def test_published_names_shapes_and_dtypes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_fp16_masters_decode_in_any_box(run: Path) -> None:
     copy = weight.data.clone()
     weight.set_(whole)
     assert torch.equal(copy.view(torch.uint8), weight.data.view(torch.uint8))
+
+
+def test_a_damaged_input_is_not_averaged(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    file = next(whole_checkpoints(tmp_path / "run")[-1].glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    assert call(tmp_path / "merged", tmp_path / "run", "--last", 2) == 2
+    assert f"{file.name} is corrupt" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
