@@ -53,6 +53,11 @@ class Layout:
     def edp(self) -> int:
         return self.world // self.ep
 
+    @property
+    def gathers(self) -> bool:
+        """As parallel.dispatch=auto decides."""
+        return self.ep == 2
+
     def mesh(self) -> Mesh:
         """Axes of the right sizes, without process groups: enough to build a model."""
         sizes = dict(tp=self.tp, ep=self.ep, dp=self.dp, edp=self.edp, world=self.world)
@@ -128,10 +133,10 @@ class Bytes:
 
 
 def expert_rows(c: ModelConfig, layout: Layout, tokens: int) -> int:
-    """Rows of a rank's padded expert buffer: the worst case at ep = 1, else the expected one times the balance."""
+    """Rows of a rank's padded expert buffer: the worst case where nobody counts, else the expected one times the balance."""
     slots = tokens * c.num_experts_per_tok
-    if layout.ep == 1:
-        return padded_rows(slots, c.num_experts)
+    if layout.ep == 1 or layout.gathers:
+        return padded_rows(slots * layout.ep, c.num_experts // layout.ep)
     return int(slots * layout.balance) + c.num_experts // layout.ep * (BLOCK // 2)
 
 
@@ -155,7 +160,10 @@ def kept_by_layer(
     moe += whole * shared * b.activation * (2 + (stage < 1))
     moe += rows * (2 * c.moe_intermediate_size * b.activation + 4 + 8)  # pre-activations, routing weights, slot of each row
     moe += rows * c.moe_intermediate_size * b.activation * (stage < 1)
-    moe += rows * D * b.activation * norms * (not (b.turns_tokens and layout.ep == 1))
+    if layout.gathers:
+        moe += layout.ep * t * D * b.activation * norms  # all tokens of the axis
+    elif layout.ep > 1 or not b.turns_tokens:
+        moe += rows * D * b.activation * norms
     router = t * E * 4 * 2 + t * c.num_experts_per_tok * (8 * 2 + 4 * 3)  # logits and scores; ids, rows, weights
     dense = norms * t * D * b.activation + whole * c.intermediate_size // tp * b.activation * (2 + (stage < 1))
     residual = 2 * t * D * b.hidden
