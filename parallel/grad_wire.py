@@ -79,8 +79,7 @@ def pack_tiles(x_F: Tensor, word_F: Tensor | None = None) -> Tensor:
 
 def sum_tiles(packed: Tensor, size: int, out_F: Tensor, add: bool = False) -> None:
     """Packed tiles of `size` ranks behind each other: their FP32 sum, in rank order, into (or added to) out_F [F / size]."""
-    kernels = _kernels(packed) if out_F.dtype == torch.float32 else None
-    if kernels:
+    if kernels := _kernels(packed):
         return kernels.sum_tiles(packed, size, out_F, add)
     total = sum_of_ranks(unpack(packed, PACKED), size)
     out_F.copy_(out_F + total if add else total)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.device_math import decode_bytes
+from fp8.device_math import decode_bytes, round_bf16
 from fp8.launch import cdiv
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import INTERPRETED
@@ -37,26 +37,34 @@ def _pack_tiles(x_ptr, out_ptr, tiles, TILES: tl.constexpr, HARDWARE: tl.constex
     tl.store(at + 128 + byte[None, :], tl.where(byte[None, :] == 0, exponent[:, None], 0).to(tl.uint8), mask=ok[:, None])
 
 
+@triton.jit
+def _arrived(in_ptr, tile, ok, HARDWARE: tl.constexpr):
+    """[TILES, 128] fp32 of packed tiles."""
+    at = in_ptr + tile.to(tl.int64) * ROW
+    code = tl.load(at[:, None] + tl.arange(0, 128)[None, :], mask=ok[:, None], other=0)
+    scale = (tl.load(at + 128, mask=ok, other=127).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return decode_bytes(code, HARDWARE) * scale[:, None]
+
+
 @triton.jit(do_not_specialize=["tiles", "ranks"])
 def _sum_tiles(in_ptr, out_ptr, tiles, ranks, ADD: tl.constexpr, TILES: tl.constexpr, HARDWARE: tl.constexpr):
     """out = [out +] the sum of `ranks` blocks of `tiles` packed tiles, in FP32 and rank order."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     ok = tile < tiles
-    col = tl.arange(0, 128)
-    total = tl.full((TILES, 128), -0.0, tl.float32)  # -0 + x is x, bit for bit
-    for rank in range(ranks):
-        at = in_ptr + (tile + rank * tiles.to(tl.int64)) * ROW
-        code = tl.load(at[:, None] + col[None, :], mask=ok[:, None], other=0)
-        scale = (tl.load(at + 128, mask=ok, other=127).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        total += decode_bytes(code, HARDWARE) * scale[:, None]
-    to = out_ptr + tile.to(tl.int64)[:, None] * 128 + col[None, :]
+    # no sum starts from a constant: Triton makes +0 of a full(-0.0), which would turn the -0 of all ranks
+    total = _arrived(in_ptr, tile, ok, HARDWARE)
+    for rank in range(1, ranks):
+        total += _arrived(in_ptr, tile + rank * tiles.to(tl.int64), ok, HARDWARE)
+    to = out_ptr + tile.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]
     if ADD:
-        total = tl.load(to, mask=ok[:, None], other=0.0) + total
-    tl.store(to, total, mask=ok[:, None])
+        total = tl.load(to, mask=ok[:, None], other=0.0).to(tl.float32) + total
+    if out_ptr.dtype.element_ty == tl.bfloat16:
+        total = round_bf16(total, HARDWARE)
+    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=ok[:, None])
 
 
 def pack_tiles(x_F: Tensor) -> Tensor:
-    """As grad_wire.pack_tiles_ref without random words."""
+    """As grad_wire.pack_tiles on a CPU, without random words."""
     tiles = x_F.numel() // 128
     out = torch.empty(tiles, ROW.value, dtype=torch.uint8, device=x_F.device)
     if tiles:
@@ -65,7 +73,7 @@ def pack_tiles(x_F: Tensor) -> Tensor:
 
 
 def sum_tiles(packed: Tensor, ranks: int, out_F: Tensor, add: bool) -> None:
-    """As grad_wire.sum_tiles_ref; out_F [F / ranks] is FP32 and contiguous."""
+    """As grad_wire.sum_tiles on a CPU; out_F [F / ranks] is contiguous, FP32 or BF16."""
     tiles = packed.shape[0] // ranks
     if tiles:
         _sum_tiles[(cdiv(tiles, TILES),)](

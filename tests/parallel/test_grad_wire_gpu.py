@@ -45,13 +45,14 @@ def test_pack_tiles(tiles: int, dtype: torch.dtype) -> None:
         assert codes[20:23].isnan().sum() == 3 and not codes[:20].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_sum_tiles(ranks: int) -> None:
-    packed = pack_ref(quantize_tiles(gradients(TILES[-1] // 6 * 6, torch.float32)))
+def test_sum_tiles(ranks: int, dtype: torch.dtype) -> None:
+    packed = pack_ref(quantize_tiles(gradients(TILES[-1] // 6 * 6, dtype)))
     want = sum_of_ranks(unpack_ref(packed, PACKED, None, None, 1), ranks)
-    got = torch.full_like(want, 7.0)
+    got, word = torch.full_like(want, 7.0, dtype=dtype), torch.int32 if dtype == torch.float32 else torch.int16
     kernels.sum_tiles(packed, ranks, got, False)
     fine = ~want.isnan()
-    assert torch.equal(got.isnan(), ~fine) and torch.equal(got[fine].view(torch.int32), want[fine].view(torch.int32))
+    assert torch.equal(got.isnan(), ~fine) and torch.equal(got[fine].view(word), want[fine].to(dtype).view(word))
     kernels.sum_tiles(packed, ranks, got, True)
-    assert torch.equal(got[fine], (want + want)[fine])
+    assert torch.equal(got[fine], (want.to(dtype) + want)[fine].to(dtype))
