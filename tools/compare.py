@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from train import run
-from training.config import load_config
+from training.config import Config, load_config
 from training.errors import UserError, exit_status
 
 TAIL = 0.1  # share of the steps, the last ones, whose losses are averaged unless --tail says otherwise
@@ -43,12 +43,17 @@ class Outcome:
     losses: list[tuple[int, float]]
 
 
+def config_of(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Config:
+    """The run of a setting and a seed. Raises UserError."""
+    fixed = [f"run.dir={Path(args.out) / f'{name}-{seed}'}", f"train.seed={seed}", f"train.log_every={args.log_every}"]
+    fixed += ["checkpoint.every=0", "log.wandb=off", "log.progress=false", "fp8.emulate=true"]
+    return load_config(args.config, [*fixed, *args.overrides, *settings])
+
+
 def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Outcome:
     """Trains under `settings` and reads what the run logged."""
-    folder = Path(args.out) / f"{name}-{seed}"
-    fixed = [f"run.dir={folder}", f"train.seed={seed}", f"train.log_every={args.log_every}", "checkpoint.every=0", "log.wandb=off"]
-    fixed += ["log.progress=false", "fp8.emulate=true"]
-    config = load_config(args.config, [*fixed, *args.overrides, *settings])
+    config = config_of(args, name, settings, seed)
+    folder = Path(config.run.dir)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -143,9 +148,19 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--config names what to run; --join shows what has run")
     settings = parse_settings(args)
     base = args.base or next(iter(settings))
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    if base not in settings:
+        raise UserError(f"--base {base} is none of the settings: {', '.join(settings)}")
+    try:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except ValueError as error:
+        raise UserError(f"--seeds {args.seeds} are no whole numbers with commas between them") from error
+    except OSError as error:
+        raise UserError(f"cannot write {args.out}: {error.strerror}") from error
+    for name, values in settings.items():  # a mistake in the last setting is told before the first has run
+        config_of(args, name, values, seeds[0])
     outcomes: list[Outcome] = []
-    for seed in map(int, args.seeds.split(",")):
+    for seed in seeds:
         for name, values in settings.items():
             try:
                 outcomes.append(one_run(args, name, values, seed))
@@ -156,6 +171,8 @@ def main(argv: list[str] | None = None) -> None:
             (Path(args.out) / "compare.json").write_text(json.dumps([asdict(o) for o in outcomes]), encoding="utf-8")
             (Path(args.out) / "compare.md").write_text(text + "\n", encoding="utf-8")
             print(text, flush=True)
+    if not outcomes:
+        raise UserError("no run came to its end")
 
 
 if __name__ == "__main__":

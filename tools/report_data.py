@@ -41,10 +41,10 @@ class Run:
         names = {k for r in self.records for k in r if re.fullmatch(pattern, k)}
         return sorted(names, key=lambda k: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", k)])
 
-    def details(self, name: str) -> list[tuple[int, dict[str, Any]]]:
-        """(step, table) of every record that carries `detail` of this name."""
+    def details(self, name: str, kind: type) -> list[tuple[int, dict[str, Any]]]:
+        """(step, table) of every record with a `detail` of this name that is one: of lists (`kind`) of numbers, or of numbers."""
         found = [(r["step"], r["detail"]) for r in self.records if isinstance(r.get("detail"), dict)]
-        return [(step, d[name]) for step, d in found if isinstance(d.get(name), dict) and d[name]]
+        return [(step, d[name]) for step, d in found if isinstance(d.get(name), dict) and _is_table(d[name], kind)]
 
     def last(self, key: str) -> float | None:
         values = self.series(key)[1]
@@ -52,6 +52,12 @@ class Run:
 
     def best(self, key: str) -> float | None:
         return min(self.series(key)[1], default=None)
+
+
+def _is_table(table: dict[str, Any], kind: type) -> bool:
+    rows = [row if kind is list else [row] for row in table.values() if kind is not list or isinstance(row, list)]
+    sizes = {len(row) for row in rows}
+    return len(rows) == len(table) and len(sizes) == 1 and 0 not in sizes and all(isinstance(v, int | float) for r in rows for v in r)
 
 
 def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:

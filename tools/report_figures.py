@@ -228,7 +228,7 @@ def load_by_expert(runs: list[Run], panel: Panel) -> Figure | None:
     """Load of each expert, layer x expert, at three moments of each run: first, middle, last."""
     chosen = []
     for run in runs:
-        details = run.details("load")
+        details = run.details("load", list)
         places = sorted({0, len(details) // 2, len(details) - 1}) if details else []
         chosen += [(f"{run.label}, step {details[i][0]:,}", load_grid(details[i][1])) for i in places]
     return _column(chosen, panel, 0.14)
@@ -270,7 +270,7 @@ def per_layer(runs: list[Run], panel: Panel) -> Figure | None:
 
 def health(runs: list[Run], panel: Panel) -> Figure | None:
     """Layer x tensor class of a run's last measurement."""
-    last = [(run, *run.details("fp8")[-1]) for run in runs if run.details("fp8")]
+    last = [(run, *run.details("fp8", float)[-1]) for run in runs if run.details("fp8", float)]
     found = [(f"{run.label}, step {step:,}", health_grid(table, panel.name)) for run, step, table in last]
     return _column([(title, grid) for title, grid in found if grid is not None], panel, 0.16)
 

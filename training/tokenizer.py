@@ -5,6 +5,7 @@ document. There is no padding token anywhere in octet (padded rows are marked by
 remapped to stand for padding. Text that spells a special token ("</s>", "<|endoftext|>") is encoded as plain text.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -186,7 +187,8 @@ def write_whole(path: str, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        Path(partial).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(partial).unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -41,3 +41,33 @@ def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
             compare.main(["--join", str(folder)])
     with pytest.raises(UserError, match="--config names"):
         compare.main([])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--recipes", "block,fp9"], "fp8.recipe=fp9 is unknown"),
+    (["--recipes", "block", "--seeds", "1,x"], "--seeds 1,x are no whole numbers"),
+    (["--recipes", "block", "--base", "bf16"], "--base bf16 is none of the settings: block"),
+    (["--set", "fast"], "is not of the form"),
+    (["--set", "fast:optim.lrr=1"], "did you mean optim.lr"),
+])  # fmt: skip
+def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        compare.main(["--config", "configs/tiny.yaml", "--out", str(tmp_path / "out"), *arguments])
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_settings_that_break_do_not_take_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def run(args: object, name: str, settings: list[str], seed: int) -> Outcome:
+        if name == "bad":
+            raise RuntimeError("broke")
+        return outcome(name, seed, 2.0)
+
+    monkeypatch.setattr(compare, "one_run", run)
+    command = ["--config", "configs/tiny.yaml", "--out", str(tmp_path), "--seeds", "1,2", "--set", "bad:"]
+    compare.main([*command, "--set", "good:optim.lr=1e-3"])
+    said = capsys.readouterr()
+    assert said.err.count("bad, seed") == 2 and "| good | 2 |" in (tmp_path / "compare.md").read_text()
+    with pytest.raises(UserError, match="no run came to its end"):
+        compare.main(command)

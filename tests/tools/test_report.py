@@ -85,7 +85,8 @@ def test_one_page_with_every_panel_and_nothing_from_outside(compared: Path) -> N
 
 
 def test_a_run_without_details_still_has_its_page(tmp_path: Path) -> None:
-    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": NaN, "detail": {"fp8": {}}}', '{"step": 3, "loss": 2.0}', ""]
+    odd = '{"step": 3, "loss": 2.0, "lr": "x", "detail": {"load": {"a": 3, "b": [1]}, "fp8": {"head/x/cosine": "y"}}}'
+    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": NaN, "detail": {"fp8": {}}}', odd, ""]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert call(tmp_path, "--out", tmp_path / "out") == 0
     assert re.findall(r'<section id="(\w+)"', (tmp_path / "out/report.html").read_text()) == ["summary", "loss"]
@@ -118,6 +119,9 @@ def test_what_cannot_be_reported_is_one_message(tmp_path: Path, capsys: pytest.C
     (tmp_path / "metrics.jsonl").write_text("not json\n")
     assert call(tmp_path) == 2
     assert "holds no metrics; line 1 is unreadable" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    assert call(tmp_path, "--out", tmp_path / "metrics.jsonl") == 2
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_resume_supersedes_what_was_logged_past_it() -> None:
