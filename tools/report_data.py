@@ -56,8 +56,8 @@ class Run:
 
 def _is_table(table: dict[str, Any], kind: type) -> bool:
     rows = [row if kind is list else [row] for row in table.values() if kind is not list or isinstance(row, list)]
-    sizes = {len(row) for row in rows}
-    return len(rows) == len(table) and len(sizes) == 1 and 0 not in sizes and all(isinstance(v, int | float) for r in rows for v in r)
+    same_size = len({len(row) for row in rows}) == 1 and bool(rows[0])
+    return len(rows) == len(table) and same_size and all(isinstance(v, int | float) for row in rows for v in row)
 
 
 def parse_lines(text: str) -> tuple[list[dict[str, Any]], list[int]]:
