@@ -173,6 +173,7 @@ def build_mesh(
     if not ready:
         device = torch.device(device)
         if device.type == "cuda":
+            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # else the wire waits behind queued GEMMs (docs/parallelism.md)
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_meeting(timeout_s))
         else:
             dist.init_process_group("gloo", **_meeting(timeout_s))

@@ -6,8 +6,8 @@ Three times for each leg and format, of the slowest rank, medians:
     no casts packing, collective, unpacking to where the bytes are used
     whole    with quantisation before and dequantisation after, where the leg has them; what a model waits for
 
-"dispatch x" is the forward's first trip and includes the exchange of counts and the host's reading them; "dispatch dY" is the
-backward's, along the same plan; "combine" serves y forward and dX backward.
+"dispatch x" is the forward's first trip, with whatever precedes it; "dispatch dY" is the backward's, along the same plan; "combine"
+serves y forward and dX backward. "counted": the same with parallel.dispatch=counted, where "counts" are exchanged and read first.
 
 Shapes: T tokens a rank, D features, E experts, k experts a token, n ranks, F parameters.
 """
@@ -103,17 +103,19 @@ def token_legs(args: argparse.Namespace, timer: WireTimer, tokens: int, axis: Ax
     ids = select_experts(scores, args.groups, args.topk_groups, args.topk)
     weights = torch.rand(tokens, args.topk, device=device)
     x = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
-    legs = [_plan_leg(timer, ids, args.experts, axis)]
+    counting = replace(axis, gathers=False)
+    legs = [_plan_leg(timer, ids, args.experts, counting)]
     for fmt in ("bf16", "fp8"):
         make = (lambda: quantize(x, ROW)) if fmt == "fp8" else (lambda: Quantized.unscaled(x))
         ready = make()
         rows, _, plan = dispatch(ready, weights, start_plan(ids, args.experts, axis, (ready, weights)))
-        packed = pack(ready, plan.token_M)
-        wire = timer(lambda packed=packed, plan=plan: all_to_all(packed, axis, "bench", plan.send, plan.recv))
-        calls = {
-            "dispatch x": lambda q: dispatch(q, weights, start_plan(ids, args.experts, axis, (q, weights))),
-            "dispatch dY": lambda q, plan=plan: start_dispatch_rows(q, plan)(),
-        }
+        counted = dispatch(ready, weights, start_plan(ids, args.experts, counting))[2]
+        packed = pack(ready, counted.token_M)
+        wire = timer(lambda packed=packed, plan=counted: all_to_all(packed, axis, "bench", plan.send, plan.recv))
+        calls = {}
+        for name, way, along in [("", axis, plan)] + [(", counted", counting, counted)] * axis.gathers:
+            calls[f"dispatch x{name}"] = lambda q, w=way: dispatch(q, weights, start_plan(ids, args.experts, w, (q, weights)))
+            calls[f"dispatch dY{name}"] = lambda q, along=along: start_dispatch_rows(q, along)()
         for leg, call in calls.items():
             nbytes = sent_by(axis, lambda call=call, ready=ready: call(ready))
             no_casts = timer(lambda call=call, ready=ready: call(ready))
@@ -219,13 +221,13 @@ def weight_legs(timer: WireTimer, params: int, mesh: Mesh, device: torch.device)
 def show(legs: list[Measured]) -> None:
     """A table; the last columns are over the first format of the same leg and size."""
     heads = ("wire us", "GB/s", "no casts", "whole", "/first", "bytes/first")
-    print(f"{'leg':17} {'size':>10} {'ranks':>5} {'':6} {'MB sent':>8}" + "".join(f" {head:>11}" for head in heads))
+    print(f"{'leg':20} {'size':>10} {'ranks':>5} {'':6} {'MB sent':>8}" + "".join(f" {head:>11}" for head in heads))
     first: dict[tuple[str, int], Measured] = {}
     for x in legs:
         base = first.setdefault((x.leg, x.size), x)
         rate = x.nbytes / x.wire / 1e3 if x.wire else 0.0
         numbers = (x.wire, rate, x.no_casts, x.whole, x.whole / base.whole, x.nbytes / max(base.nbytes, 1))
-        print(f"{x.leg:17} {x.size:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f}" + "".join(f" {n:11.2f}" for n in numbers))
+        print(f"{x.leg:20} {x.size:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f}" + "".join(f" {n:11.2f}" for n in numbers))
 
 
 def measure(args: argparse.Namespace, mesh: Mesh, device: torch.device) -> list[Measured]:
