@@ -137,15 +137,16 @@ class ShardedReducer(GradReducer):
     ) -> None:
         self.each_microbatch, self._shards, self._auto = transient, shards, auto
         self._begin(shards.all.items(), shards.mesh)
-        self._bucket_for: list[tuple[Group, OwnerBucket | None]] = []
-        for group in shards.groups:
-            if group.weights[0].trainable:
-                bucket = None
-                if group.axis.size > 1:
-                    options = group.axis, group.weights, group.bounds, wire, stochastic, False, transient
-                    bucket = owner_bucket(*options, auto=auto)
-                    self._add(bucket)
-                self._bucket_for.append((group, bucket))
+        self._sums: list[tuple[Shell, Tensor]] = []  # made once: an optimizer plans its launches for the tensors that it knows
+        self._alone: list[Shell] = []  # of weights without replicas
+        for group in (g for g in shards.groups if g.weights[0].trainable):
+            if group.axis.size == 1:
+                self._alone += group.shells
+                continue
+            options = group.axis, group.weights, group.bounds, wire, stochastic, False, transient
+            bucket = owner_bucket(*options, auto=auto)
+            self._add(bucket)
+            self._sums += _owned_sums(group, bucket)
         self._restart()
 
     def finish(self, last: bool = True) -> None:
@@ -153,28 +154,26 @@ class ShardedReducer(GradReducer):
         super().finish(last)
         for bucket in self._buckets:
             bucket.round = 0 if last else bucket.round + 1
-        if last:
-            for group, bucket in self._bucket_for:
-                _hand_over(group, bucket)
-        else:
+        if not last:
             for weight in self._bucket_of:
                 weight.clear_grad()
+            return
+        for shell, total in [*self._sums, *((s, s.whole.main_grad) for s in self._alone)]:
+            shell.main_grad = total
+            shell.note_replayed_uses()
 
     def norm(self) -> Tensor:
         return self._shards.norm()
 
 
-def _hand_over(group: Group, bucket: OwnerBucket | None) -> None:
-    rank = group.axis.rank
+def _owned_sums(group: Group, bucket: OwnerBucket) -> list[tuple[Shell, Tensor]]:
+    """This rank's parts of a group's weights, and where in the bucket's sums their gradients are."""
+    rank, found = group.axis.rank, []
     for weight, shell, start, cut in zip(group.weights, group.shells, starts_of(group.weights), group.cuts, strict=False):
-        if shell is None:
-            continue
-        if bucket is None:
-            shell.main_grad = weight.main_grad
-        else:
+        if shell is not None:
             place = start + cut[rank] * (weight.numel // weight.data.shape[0]) - bucket.bounds[rank]
-            shell.main_grad = bucket.own[place : place + shell.numel].view(shell.data.shape)
-        shell.note_replayed_uses()
+            found.append((shell, bucket.own[place : place + shell.numel].view(shell.data.shape)))
+    return found
 
 
 def wire_for(wire: str, is_fp8: bool) -> str:
