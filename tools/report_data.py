@@ -129,9 +129,9 @@ def read_runs(paths: list[str]) -> list[Run]:
 
 
 def differences(runs: list[Run]) -> list[tuple[str, list[Any]]]:
-    """Settings in which the runs differ, with each run's value."""
-    keys = sorted({key for run in runs for key in run.settings})
-    rows = [(key, [run.settings.get(key) for run in runs]) for key in keys if key not in ("run.dir", "run.name")]
+    """Settings in which the runs differ, with each run's value; not where they write and log."""
+    keys = sorted({key for run in runs for key in run.settings if not key.startswith(("run.", "log."))})
+    rows = [(key, [run.settings.get(key) for run in runs]) for key in keys]
     return [(key, values) for key, values in rows if any(v != values[0] for v in values)]
 
 

@@ -53,7 +53,7 @@ def draw(grid: Grid, title: str, unit: str, scale: Scale) -> Any:
 
     font = ImageFont.load_default(TEXT)
     width_of = lambda text: int(font.getlength(text)) + 1  # noqa: E731
-    title = title if title.endswith(unit) else f"{title}: {unit}"
+    title = title if unit in title else f"{title}: {unit}"
     values = np.array(grid.values, dtype=float)
     num_rows, num_columns = values.shape
     wide = min(max(WIDTH // num_columns, 2), 60)
@@ -63,14 +63,14 @@ def draw(grid: Grid, title: str, unit: str, scale: Scale) -> Any:
     upright = max(map(len, grid.columns)) * 7 > wide * (1 if num_columns <= 40 else num_columns)  # names that do not fit across
     ends = [f"{high:.4g}", f"{low:.4g}"]
     left = max(map(width_of, [*grid.rows, "layer"])) + GAP
-    top, below = 2 * TEXT + GAP, (max(map(width_of, grid.columns)) if upright else TEXT) + TEXT + 2 * GAP
+    top, below = 3 * TEXT + GAP, (max(map(width_of, grid.columns)) if upright else TEXT) + TEXT + 2 * GAP
     right = GAP + BAR + GAP + max(map(width_of, ends)) + GAP
-    image = Image.new("RGB", (max(left + cells.width + right, left + width_of(title) + GAP), top + cells.height + below), PAPER)
+    image = Image.new("RGB", (max(left + cells.width + right, width_of(title) + GAP), top + cells.height + below), PAPER)
     image.paste(cells, (left, top))
     pen = ImageDraw.Draw(image)
     write = lambda x, y, text, anchor: pen.text((x, y), text, INK, font, anchor)  # noqa: E731
-    write(left, TEXT, title, "lm")
-    write(left - GAP // 2, TEXT, "layer", "rm")
+    write(GAP // 2, TEXT, title, "lm")
+    write(left - GAP // 2, top - GAP, "layer", "rm")
     every = -(-TEXT // tall)
     for row in range(0, num_rows, every):
         write(left - GAP // 2, top + row * tall + tall // 2, grid.rows[row], "rm")
