@@ -18,8 +18,8 @@ BLOCK = 128
 INTERPRETED = triton.knobs.runtime.interpret
 LAUNCH = {  # (words, num_warps, registers) of the transposing kernels: what keeps enough blocks in flight (tools.bench kernels)
     "transposed": (32, 4, None),
-    "both": (32, 8, None),
-    "retile": (16, 2, None),
+    "both": (32, 4, None),
+    "retile": (16, 4, None),
 }
 
 # ---------------------------------------------------------------- kernels

@@ -16,7 +16,7 @@ from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
-TILE = 2048  # values of one program's tile at least: small ones, so that many programs hide each other's reductions
+FORWARD_TILE, BACKWARD_TILE = 8192, 2048  # values of one program's tile at least
 BACKWARD_PROGRAMS = 528  # fixed, so that the order of dw's sums does not depend on the device; 4 for each of an H200's 132 SMs
 ROW_BUFFER = 16384  # bytes of one tensor's rows that backward keeps in flight in shared memory
 
@@ -97,11 +97,11 @@ def _rms_norm_backward(
 # ---------------------------------------------------------------- launchers
 
 
-def _tile(dim: int) -> tuple[int, int, int]:
+def _tile(dim: int, least: int) -> tuple[int, int, int]:
     """(rows, blocks of 128 features, warps) of a tile of whole rows."""
     blocks = next_power_of_2(cdiv(dim, BLOCK))
-    rows = max(1, TILE // (blocks * BLOCK))
-    return rows, blocks, min(16, max(4, rows * blocks * BLOCK // 512))
+    rows = max(1, least // (blocks * BLOCK))
+    return rows, blocks, min(16, max(4, rows * blocks * BLOCK // 1024))
 
 
 def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool) -> tuple[Tensor | None, Quantized | None]:
@@ -111,7 +111,7 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     x = torch.empty_like(h) if plain else None
     q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
     unused = torch.empty(1, dtype=torch.float32, device=h.device)  # of the right type: another would be another kernel
-    tile_rows, blocks, warps = _tile(dim)
+    tile_rows, blocks, warps = _tile(dim, FORWARD_TILE)
     _rms_norm[(cdiv(rows, tile_rows),)](
         h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else unused.view(torch.uint8),
         q.scale_inv if quantized else unused, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks,
@@ -127,7 +127,7 @@ def backward(
     to dh."""
     h, dim = h_TD.contiguous(), h_TD.shape[-1]
     rows = h.numel() // dim
-    tile_rows, blocks, warps = _tile(dim)
+    tile_rows, blocks, warps = _tile(dim, BACKWARD_TILE)
     programs = min(BACKWARD_PROGRAMS, cdiv(rows, tile_rows))
     stages = max(1, min(3, 1 + ROW_BUFFER // (tile_rows * blocks * BLOCK * h.element_size())))
     dh, dw = torch.empty_like(h), torch.empty((programs, dim), dtype=torch.float32, device=h.device)

@@ -38,7 +38,7 @@ BLOCKS = {"hq_ptr": "*i32", "da_ptr": "*i64", "q_ptr": "*i32", "qt_ptr": "*i32"}
 ON = dict(HARDWARE=True)
 # module, kernel, types that differ from the ones above, compile-time arguments, warps
 CASES = [
-    (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=1, BLOCKS=16, ROUND=True, **ON), 4),
+    (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=4, BLOCKS=16, ROUND=True, **ON), 8),
     (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, GRADS=3, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, R=64, ROWS=32, ROUND=True, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, R=64, ROWS=16, STAGES=3, ROUND=True, **ON), 4),
