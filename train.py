@@ -33,7 +33,7 @@ from training.continuation import finished
 from training.data import Loader, PackedDataset
 from training.errors import STOPPED
 from training.evaluate import evaluate
-from training.faults import Guard, slowest, unhealthy
+from training.faults import Guard, slowest, unhealthy, worst_of
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import packed_path
 from training.process import admit, choose_device, gather, make_deterministic
@@ -45,7 +45,7 @@ from training.sample import generate
 from training.schedule import fitted, learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
 from training.states import gradient_format, optimizer_states
-from training.step import TrainStep
+from training.step import StepResult, TrainStep
 from training.stopping import StopRequest
 from training.tokenizer import check_vocab, load_tokenizer
 from training.watchdog import Watchdog, record_collectives
@@ -54,143 +54,198 @@ from training.watchdog import Watchdog, record_collectives
 def run(config: Config) -> int:
     """The run on this rank; returns the exit status."""
     with ExitStack() as stack:
-        return run_in(stack, config)
+        this = Run(config, stack)
+        this.build()
+        if not this.restore():
+            return 0
+        this.open_logs()
+        return this.loop()
 
 
-def run_in(stack: ExitStack, config: Config) -> int:
-    """`run`; what has to end with it, however it ends, is on the stack."""
+class Run:
+    """What one rank works with, in the order in which it comes to be; then the loop.
+
+    What has to end with the run, however it ends, is on the stack. `done` counts optimizer steps.
+    """
+
     # ---------------------------------------------------------------- ranks, data, model
-    train, data, optim, parallel, faults = config.train, config.data, config.optim, config.parallel, config.faults
-    stop = stack.enter_context(closing(StopRequest(faults.stop_within_s)))
-    device, dtype = choose_device(train, config.fp8.recipe)
-    record_collectives(config.run.dir)
-    mesh = build_mesh(
-        parallel.tp, parallel.ep, device, parallel.sequence_parallel, train.timeout_s,
-        tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True, dispatch=parallel.dispatch,
-    )  # fmt: skip
-    metrics = stack.enter_context(closing(Metrics(config, active=mesh.world.rank == 0)))
-    metrics.prefix = admit(config, device)
-    watchdog = stack.enter_context(closing(Watchdog(mesh.world.rank, faults.quiet_s)))
-    tokenizer = load_tokenizer(data.tokenizer)
-    check_vocab(tokenizer, config.model.vocab_size)
-    splits = (packed_path(data.dir, split) for split in ("train", "validation"))
-    train_data, val_data = (PackedDataset(path, data.seq_len, tokenizer.fingerprint) for path in splits)
 
-    torch.manual_seed(train.seed + mesh.world.rank)
-    with torch.device(device):
-        model = Transformer(config.model, config.fp8.build(), mesh, dtype, config.fp8.activations)
-    set_gradient_format(model, gradient_format(optim, config.fp8.level))
-    states = optimizer_states(optim, config.fp8.level)
-    betas = optim.beta1, optim.beta2
-    attach_auto_scale(model, mesh, parallel.grad_wire, parallel.simulated_ranks)
-    adamw = *betas, optim.eps, optim.weight_decay, states, train.seed, optim.offload
-    optimizer = make_optimizer(model, mesh, parallel.zero, parallel.zero_partition, parallel.overlap_gather, *adamw)
-    identity = tokenizer.fingerprint, train_data.fingerprint
-    checkpointer = stack.enter_context(closing(Checkpointer(config, model, optimizer, mesh, *identity)))
-    state = checkpointer.restore(metrics.warn)
-    if state is None:
-        set_starting_values(config, model, optimizer, mesh, *identity, metrics.warn)
-    elif (nothing_left := finished(config, state, mesh.world, metrics.warn)) is not None:
-        metrics.say(nothing_left)
-        return 0
-    done, consumed, wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
-    loader = Loader(
-        train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,
-        rank=mesh.dp.rank, num_ranks=mesh.dp.size, isolate_documents=data.isolate_documents,
-    )  # fmt: skip
+    def __init__(self, config: Config, stack: ExitStack) -> None:
+        self.config, self.train, self.stack, self.done = config, config.train, stack, 0
+        train, data, parallel, faults = config.train, config.data, config.parallel, config.faults
+        self.stop = stack.enter_context(closing(StopRequest(faults.stop_within_s)))
+        self.device, self.dtype = choose_device(train, config.fp8.recipe)
+        record_collectives(config.run.dir)
+        self.mesh = build_mesh(
+            parallel.tp, parallel.ep, self.device, parallel.sequence_parallel, train.timeout_s,
+            tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True, dispatch=parallel.dispatch,
+        )  # fmt: skip
+        self.metrics = stack.enter_context(closing(Metrics(config, active=self.mesh.world.rank == 0)))
+        self.metrics.prefix = admit(config, self.device)
+        self.watchdog = stack.enter_context(closing(Watchdog(self.mesh.world.rank, faults.quiet_s)))
+        self.tokenizer = load_tokenizer(data.tokenizer)
+        check_vocab(self.tokenizer, config.model.vocab_size)
+        splits = (packed_path(data.dir, split) for split in ("train", "validation"))
+        self.train_data, self.val_data = (PackedDataset(path, data.seq_len, self.tokenizer.fingerprint) for path in splits)
+
+    def build(self) -> None:
+        """Model and optimizer; no values yet."""
+        config, optim, parallel, mesh = self.config, self.config.optim, self.config.parallel, self.mesh
+        torch.manual_seed(self.train.seed + mesh.world.rank)
+        with torch.device(self.device):
+            self.model = Transformer(config.model, config.fp8.build(), mesh, self.dtype, config.fp8.activations)
+        set_gradient_format(self.model, gradient_format(optim, config.fp8.level))
+        states = optimizer_states(optim, config.fp8.level)
+        attach_auto_scale(self.model, mesh, parallel.grad_wire, parallel.simulated_ranks)
+        adamw = optim.beta1, optim.beta2, optim.eps, optim.weight_decay, states, self.train.seed, optim.offload
+        sharding = parallel.zero, parallel.zero_partition, parallel.overlap_gather
+        self.optimizer = make_optimizer(self.model, mesh, *sharding, *adamw)
+
+    def restore(self) -> bool:
+        """Values from a checkpoint, or the first ones; and the data from where it was left. False when nothing is left to do."""
+        config, train, mesh, metrics = self.config, self.train, self.mesh, self.metrics
+        identity = self.tokenizer.fingerprint, self.train_data.fingerprint
+        parts = config, self.model, self.optimizer, mesh, *identity
+        self.checkpointer = self.stack.enter_context(closing(Checkpointer(*parts)))
+        self.state = state = self.checkpointer.restore(metrics.warn)
+        if state is None:
+            set_starting_values(*parts, metrics.warn)
+        elif (nothing_left := finished(config, state, mesh.world, metrics.warn)) is not None:
+            metrics.say(nothing_left)
+            return False
+        self.done, consumed, self.wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
+        self.loader = Loader(
+            self.train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,
+            rank=mesh.dp.rank, num_ranks=mesh.dp.size, isolate_documents=config.data.isolate_documents,
+        )  # fmt: skip
+        return True
 
     # ---------------------------------------------------------------- logs
-    phases, guard = Phases(device), Guard(faults, state.history if state else ())
-    flops = flops_per_token(config.model, data.seq_len)
-    throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
-    options = config.model.bias_update_rate, phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
-    wires = parallel.grad_rounding, parallel.zero, parallel.simulated_ranks
-    take_step = TrainStep(model, optimizer, mesh, optim, *options, guard, *wires, config.model.bias_warmup_steps)
-    resources = Resources(model, optimizer, mesh, done)
-    window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
-    phases.note = lambda name: watchdog.note(f"{name} of step {done}")
-    stop.loss = lambda: f"the newest checkpoint is of step {checkpointer.last}; {done - (checkpointer.last or 0)} steps are lost"
-    wandb_id = metrics.start(done, wandb_id)
-    metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {done}-{train.steps}")
-    metrics.say(throughput.formula())
-    if train.deterministic:
-        metrics.say(make_deterministic(device))
-    if (shrunk := fitted(optim, train.steps)) != (optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0):
-        metrics.warn(f"train.steps={train.steps} has no room for optim.warmup_steps and decay_steps: they are {shrunk} in this run")
 
-    def validate() -> bool:
+    def open_logs(self) -> None:
+        """What is measured, and the first lines."""
+        config, train, optim, parallel, mesh = self.config, self.train, self.config.optim, self.config.parallel, self.mesh
+        metrics, device, checkpointer = self.metrics, self.device, self.checkpointer
+        self.phases, self.guard = Phases(device), Guard(config.faults, self.state.history if self.state else ())
+        flops = flops_per_token(config.model, config.data.seq_len)
+        self.throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
+        options = config.model.bias_update_rate, self.phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
+        wires = parallel.grad_rounding, parallel.zero, parallel.simulated_ranks
+        self.take_step = TrainStep(
+            self.model, self.optimizer, mesh, optim, *options, self.guard, *wires, config.model.bias_warmup_steps
+        )
+        self.resources = Resources(self.model, self.optimizer, mesh, self.done)
+        self.window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
+        self.phases.note = lambda name: self.watchdog.note(f"{name} of step {self.done}")
+        lost = lambda: self.done - (checkpointer.last or 0)  # noqa: E731
+        self.stop.loss = lambda: f"the newest checkpoint is of step {checkpointer.last}; {lost()} steps are lost"
+        self.wandb_id = metrics.start(self.done, self.wandb_id)
+        metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {self.done}-{train.steps}")
+        metrics.say(self.throughput.formula())
+        if train.deterministic:
+            metrics.say(make_deterministic(device))
+        if (shrunk := fitted(optim, train.steps)) != (optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0):
+            metrics.warn(
+                f"train.steps={train.steps} has no room for optim.warmup_steps and decay_steps: they are {shrunk} in this run"
+            )
+
+    # ---------------------------------------------------------------- the loop
+
+    def loop(self) -> int:
+        """Steps until all are done or a signal comes; returns the exit status."""
+        config, train, metrics = self.config, self.train, self.metrics
+        first, stopping = self.done + 1, self.stop.agreed(self.mesh.world)
+        while self.done < train.steps and not stopping:
+            self.done += 1
+            last, logged = self.done == train.steps, self.done % train.log_every == 0 or self.done in (first, train.steps)
+            health = Health() if due(config.fp8.health_every, self.done) else None
+            for _, weight in weights(self.model):
+                weight.health = health
+            self.window.begin(self.done)
+            with self.phases("data"):
+                batches = [batch.to(self.device) for batch in next(self.loader)]
+            lr = learning_rate(self.done - 1, config.optim, train.steps)
+            result = self.take_step(self.done, batches, lr, self.stop.requested, want_counts=logged)
+            stopping = result.interrupted and self.stop.arm()
+            if result.problem is not None:
+                if (back := recover(result.problem, self.done, self.guard, self.checkpointer, metrics)) is not None:
+                    self.done = back
+                    continue
+                logged, health = False, None
+            self.throughput.step()
+            metrics.advance()
+            for line in (*result.notes, *(f"wrote {path}" for path in self.window.end(self.done, last or stopping))):
+                metrics.say(line)
+            if health is not None:
+                self.report_health(health)
+            if logged:
+                self.report(result, lr)
+            if self.done == first:
+                self.report_first(result, logged)
+            if self.done == first or due(config.faults.compare_every, self.done):
+                self.optimizer.settle()
+                compare_replicas(self.model, self.mesh, self.done)
+            if config.eval.samples and due(config.eval.every, self.done) and not (last or stopping):
+                stopping = not self.validate()
+            if config.checkpoint.every and (due(config.checkpoint.every, self.done) or last or stopping):
+                self.save(must=last or stopping)
+        self.checkpointer.wait()
+        if not stopping and config.eval.samples:
+            stopping = not self.validate()
+        metrics.say(f"wrote {metrics.path.parent}/: config.yaml, metrics.jsonl, checkpoints/, wandb/ (step {self.done})")
+        return STOPPED if stopping else 0
+
+    def report(self, result: StepResult, lr: float) -> None:
+        """A line on the console and a record in the log."""
+        config, done = self.config, self.done
+        values = result.metrics() | {"lr": lr, "epoch": self.loader.epoch, "tokens": done * config.tokens_per_step}
+        seconds = self.phases.read()
+        slow, warning = slowest(gather(seconds, self.mesh.world), config.faults.slow_rank)
+        self.metrics.warn(warning)
+        values |= self.throughput.read(seconds) | expert_load(self.model, result.counts_LE) | self.resources.read(done) | slow
+        with_tables = result.counts_LE is not None and detailed(done, self.train.steps, self.train.log_every)
+        self.metrics.log(done, values, {"load": load_table(self.model, result.counts_LE)} if with_tables else None)
+        self.metrics.say(console_line(done, self.train.steps, values))
+
+    def report_first(self, result: StepResult, logged: bool) -> None:
+        """After the first step since the start: whether the loss is that of an untrained model, and what memory holds."""
+        if self.state is None and logged:
+            self.metrics.warn(first_loss_problem(self.config, result.loss))
+        self.metrics.say(f"held        {steady_state(self.optimizer, self.device)}")
+        self.metrics.say(f"peak        {self.resources.peak(self.device)}")
+
+    def report_health(self, health: Health) -> None:
+        """This rank's numbers into the log; the worst of all ranks' decide about a warning, on which `auto` measures anew."""
+        measured = health.result()
+        self.metrics.log(self.done, health_by_class(measured), {"fp8": measured})
+        warning = unhealthy(worst_of(gather(measured, self.mesh.world)), self.config.faults)
+        self.metrics.warn(warning)
+        if warning is not None:
+            self.take_step.auto.measure_next()
+
+    def validate(self) -> bool:
         """False when a signal has cut it short."""
-        with phases("eval"):
-            optimizer.settle()
-            sizes = train.micro_batch, config.eval.samples, data.isolate_documents
-            result = evaluate(model, val_data, mesh, device, *sizes, stop=lambda: stop.agreed(mesh.world))
+        config, metrics, prompt = self.config, self.metrics, self.config.eval.prompt
+        with self.phases("eval"):
+            self.optimizer.settle()
+            sizes = self.train.micro_batch, config.eval.samples, config.data.isolate_documents
+            stop = lambda: self.stop.agreed(self.mesh.world)  # noqa: E731
+            result = evaluate(self.model, self.val_data, self.mesh, self.device, *sizes, stop=stop)
             if result is None:
                 return False
-            metrics.log(done, result.metrics())
+            metrics.log(self.done, result.metrics())
             metrics.say(f"validation  {result.nats:.4f} nats/token  {result.bits_per_byte:.4f} bits/byte")
-            if config.eval.prompt:
-                text = generate(model, tokenizer, config.eval.prompt, config.eval.sample_tokens, device=device)
+            if prompt:
+                text = generate(self.model, self.tokenizer, prompt, config.eval.sample_tokens, device=self.device)
                 metrics.say(f"sample      {text!r}")
         return True
 
-    # ---------------------------------------------------------------- the loop
-    first, stopping = done + 1, stop.agreed(mesh.world)
-    while done < train.steps and not stopping:
-        done += 1
-        last, logged = done == train.steps, done % train.log_every == 0 or done in (first, train.steps)
-        health = Health() if due(config.fp8.health_every, done) else None
-        for _, weight in weights(model):
-            weight.health = health
-        window.begin(done)
-        with phases("data"):
-            batches = [batch.to(device) for batch in next(loader)]
-        lr = learning_rate(done - 1, optim, train.steps)
-        result = take_step(done, batches, lr, stop.requested, want_counts=logged)
-        stopping = result.interrupted and stop.arm()
-        if result.problem is not None:
-            if (back := recover(result.problem, done, guard, checkpointer, metrics)) is not None:
-                done = back
-                continue
-            logged, health = False, None
-        for note in result.notes:
-            metrics.say(note)
-        throughput.step()
-        metrics.advance()
-        for path in window.end(done, last or stopping):
-            metrics.say(f"wrote {path}")
-        if state is None and done == first and logged:
-            metrics.warn(first_loss_problem(config, result.loss))
-        if health is not None:
-            measured = health.result()
-            metrics.log(done, health_by_class(measured), {"fp8": measured})
-            metrics.warn(unhealthy(measured, faults))
-        if logged:
-            values = result.metrics() | {"lr": lr, "epoch": loader.epoch, "tokens": done * config.tokens_per_step}
-            seconds = phases.read()
-            slow, warning = slowest(gather(seconds, mesh.world), faults.slow_rank)
-            metrics.warn(warning)
-            values |= throughput.read(seconds) | expert_load(model, result.counts_LE) | resources.read(done) | slow
-            with_tables = result.counts_LE is not None and detailed(done, train.steps, train.log_every)
-            metrics.log(done, values, {"load": load_table(model, result.counts_LE)} if with_tables else None)
-            metrics.say(console_line(done, train.steps, values))
-        if done == first:
-            metrics.say(f"held        {steady_state(optimizer, device)}")
-            metrics.say(f"peak        {resources.peak(device)}")
-        if done == first or due(faults.compare_every, done):
-            optimizer.settle()
-            compare_replicas(model, mesh, done)
-        if config.eval.samples and due(config.eval.every, done) and not (last or stopping):
-            stopping = not validate()
-        if config.checkpoint.every and (due(config.checkpoint.every, done) or last or stopping):
-            with phases("checkpoint"):
-                wait = last or stopping or not config.checkpoint.background
-                now = done, loader.consumed, wandb_id, tuple(guard.history), wait
-                checkpointer.try_save(*now, must=last or stopping, warn=metrics.warn)
-    checkpointer.wait()
-    if not stopping and config.eval.samples:
-        stopping = not validate()
-    metrics.say(f"wrote {metrics.path.parent}/: config.yaml, metrics.jsonl, checkpoints/, wandb/ (step {done})")
-    return STOPPED if stopping else 0
+    def save(self, must: bool) -> None:
+        """A checkpoint, in the background unless it `must` be there before the run goes on."""
+        with self.phases("checkpoint"):
+            wait = must or not self.config.checkpoint.background
+            now = self.done, self.loader.consumed, self.wandb_id, tuple(self.guard.history), wait
+            self.checkpointer.try_save(*now, must=must, warn=self.metrics.warn)
 
 
 def due(every: int, step: int) -> bool:

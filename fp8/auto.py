@@ -209,10 +209,15 @@ class AutoFP8:
             if weight.recipe.adaptive:
                 self._classes.setdefault(tensor_class(name, config.layers_per_group), []).append(weight)
         self._seen: dict[Weight, Observation] = {}
+        self._asked = False
+
+    def measure_next(self) -> None:
+        """The next step becomes one of measurement, whatever its number: on a warning about health, on every rank."""
+        self._asked = True
 
     def begin(self, step: int) -> None:
         """Starts observing if step number `step` (from 1) is one of measurement."""
-        if (step - 1) % self.config.every and not (step in EARLY and step < self.config.every):
+        if (step - 1) % self.config.every and not (step in EARLY and step < self.config.every) and not self._asked:
             return
         for members in self._classes.values():
             for weight in members:
@@ -228,6 +233,7 @@ class AutoFP8:
         """Ends an observed step: choices for every class; returns a line for each, for the log. Empty at other steps."""
         if not self._seen:
             return []
+        self._asked = False
         table = torch.stack([self._measure_class(members) for members in self._classes.values()])
         table = table if self._reduce is None else self._reduce(table)
         lines = []

@@ -90,6 +90,14 @@ class Guard:
         return True
 
 
+def worst_of(by_rank: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The largest value of each number over the ranks: they hold different tokens and experts."""
+    worst: dict[str, float] = {}
+    for measured in by_rank:
+        worst |= {key: max(value, worst.get(key, value)) for key, value in measured.items()}
+    return worst
+
+
 def unhealthy(measured: dict[str, float], config: FaultConfig) -> str | None:
     """A warning with the layers and tensor classes whose underflow or saturation is beyond its limit, worst first, or None.
 

@@ -149,6 +149,24 @@ def test_measures_more_often_at_the_start() -> None:
     assert steps == [1, 10, 30, 100, 201, 401]
 
 
+def test_a_warning_about_health_raises_the_precision_at_the_next_step() -> None:
+    """Steps 2 and 3 are not among those of measurement; tensors turn bad after the first choice, and a warning asks."""
+    model, optimizer = toy()
+    auto, bad = AutoFP8(model, AutoConfig(every=1000)), 1e-6 * normal(256, 128, seed=1)
+    bad[0] *= 1e6
+    chosen = []
+    for step, dy in ((1, 1e-4 * normal(256, 128)), (2, bad), (3, bad), (4, bad)):
+        auto.begin(step)
+        model.step(normal(256, 256), dy)
+        auto.end()
+        chosen.append(auto.choices()["layers.0-3.qkv"])
+        optimizer.step(1e-4)
+        if step == 2:
+            auto.measure_next()
+    assert chosen == [("tensorwise",) * 3] * 2 + [("block", "block", "bf16")] * 2
+    assert model.weight.observer is None, "asked once, measured once"
+
+
 def test_the_log_says_what_and_why() -> None:
     model, _ = toy()
     auto = AutoFP8(model, CONFIG)

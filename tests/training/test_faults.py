@@ -18,7 +18,7 @@ from tests.helpers import run_ranks
 from tests.model import tiny
 from tests.training.runs import config_of, losses, ragged_batches, snapshot, tensors_of
 from training.data import Batch
-from training.faults import BadStepError, FaultConfig, Guard, slowest, unhealthy
+from training.faults import BadStepError, FaultConfig, Guard, slowest, unhealthy, worst_of
 from training.metrics import Phases
 from training.replicas import DesyncError, compare_replicas, fingerprint
 from training.run_state import whole_checkpoints
@@ -170,6 +170,24 @@ def test_fp8_loss_is_named_by_layer_and_class() -> None:
     text = unhealthy(measured, FaultConfig())
     assert "layers.3.attention.qkv (grad): underflow 40.0%; layers.0.x (activation): saturation 5.0%" in text and "auto" in text
     assert unhealthy({"head/grad/underflow": 0.01, "head/grad/cosine": 0.99}, FaultConfig()) is None
+
+
+def test_the_worst_rank_decides_about_health() -> None:
+    ranks = [{"head/grad/underflow": 0.0, "head/grad/cosine": 0.9}, {"head/grad/underflow": 0.4, "head/grad/cosine": 0.8}]
+    assert worst_of(ranks) == {"head/grad/underflow": 0.4, "head/grad/cosine": 0.9}
+    assert "head (grad): underflow 40.0%" in unhealthy(worst_of(ranks), FaultConfig()) and worst_of([]) == {}
+
+
+def test_a_warning_about_health_makes_auto_measure_at_the_next_step(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Every share is beyond a limit of nothing, so the health of step 3 warns; step 4 is not among those of measurement."""
+    options = ["fp8.recipe=auto", "fp8.auto.every=100", "fp8.health_every=3", "faults.underflow=0", "parallel.zero=0"]
+    train.run(config_of(base, tmp_path, "eval.samples=0", "checkpoint.every=0", "optim.decay_steps=1", "train.steps=4", *options))
+    said = capsys.readouterr()
+    assert "FP8 loses much in" in said.err
+    measured = [line for line in said.out.splitlines() if line.startswith("auto: head: ")]
+    assert len(measured) == 2, said.out
 
 
 def test_the_slow_rank_and_its_phase_are_named() -> None:
