@@ -2,6 +2,7 @@
 
 For each distribution of x (activations, 1024 x 1024) and dy: relative L2 error of fprop (x . w^T) and wgrad (dy^T . x) against the
 unquantised product, and the share of non-zero elements that become zero: in x, in dy, and in x once re-tiled for wgrad (`x_t`).
+`--run runs/evidence` measures on a trained model's operands instead (tools/bench_operands.py).
 """
 
 from __future__ import annotations
@@ -75,7 +76,16 @@ def rows() -> Iterator[tuple[str, str, list[float]]]:
 def main(argv: list[str]) -> None:
     """Prints the table as Markdown."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench numerics", description=__doc__.split("\n")[0])
-    parser.parse_args(argv)
+    parser.add_argument("--run", help="measure on the operands of this trained run (or checkpoint) instead")
+    parser.add_argument("--gemm", default="attention.qkv", help="with --run: GEMMs whose names end so")
+    parser.add_argument("--sequences", type=int, default=8, help="with --run: sequences of its validation text")
+    parser.add_argument("--data", help="with --run: where its packed text lies now")
+    parser.add_argument("--tokenizer", help="with --run: where its tokenizer lies now")
+    args = parser.parse_args(argv)
+    if args.run:
+        from tools import bench_operands  # needs pydantic, as every run does
+
+        return bench_operands.main(args)
     print("| distribution | recipe | error, fprop | error, wgrad | underflow x | dy (columns) | x_t |")
     print("|---|---|---|---|---|---|---|")
     for kind, name, (fprop, wgrad, x, dy, x_t) in rows():
