@@ -6,10 +6,6 @@ consecutive ranks of the whole world, the two of a tp group included.
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +29,7 @@ from parallel.grad_auto_scale import attach_auto_scale
 from parallel.grad_reduce import GradReducer
 from parallel.mesh import WIRES, Mesh, build_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
-from tests.helpers import ROOT, largest, run_ranks
+from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import CONFIG
 from training.checkpoint import tensors
 from training.graph import GraphedMicroBatch
@@ -90,9 +86,10 @@ class Trip:
     rows: int
     seq: int
     cuda: bool
+    shared: bool = False  # all ranks on one GPU, which NCCL refuses: over gloo, by way of the host
 
     def device(self, rank: int) -> torch.device:
-        return torch.device("cuda", rank) if self.cuda else torch.device("cpu")
+        return torch.device("cuda", 0 if self.shared else rank) if self.cuda else torch.device("cpu")
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) [rows, seq], as uneven as text; rows with unequal numbers of labels."""
@@ -170,6 +167,7 @@ def enter(rank: int, size: int, store: str, trip: Trip) -> torch.device:
     device = trip.device(rank)
     if trip.cuda:
         torch.cuda.set_device(device)
+    if trip.cuda and not trip.shared:
         dist.destroy_process_group()
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=device)
     return device
@@ -253,36 +251,13 @@ def test_resume_from_dp_to_ep_to_one_gpu(tmp_path: Path) -> None:
     assert off < BOUNDS["block"] and losses[:8] == other[:8]
 
 
-HANG = """
-import os, time, torch
-from parallel.collectives import all_reduce
-from parallel.mesh import build_mesh
-from training.watchdog import record_collectives
-record_collectives(os.environ["FOLDER"])
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-mesh, one = build_mesh(1, 1, device, timeout_s=5.0), torch.ones(1, device=device)
-all_reduce(one, mesh.world, "test")
-torch.cuda.synchronize()
-if mesh.world.rank == 1:
-    time.sleep(60)
-all_reduce(one, mesh.world, "test")
-torch.cuda.synchronize()
-"""
-
-
-@pytest.mark.multi_gpu
-@TWO_GPUS
-def test_the_flight_recorder_writes_when_a_rank_hangs(tmp_path: Path) -> None:
-    (tmp_path / "hang.py").write_text(HANG)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "hang.py")]
-    env = {**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
-    assert done.returncode != 0
-    trace = pickle.loads((tmp_path / "nccl_trace_rank_0").read_bytes())  # our own
-    last = trace["entries"][-1]
-    print("flight recorder:", last["profiling_name"], last["state"])
-    assert "all_reduce" in last["profiling_name"] and last["state"] != "completed"
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
+    """What runs around the wire, where there is one GPU: every kernel of dispatch, gradients and weights between two ranks."""
+    trip = replace(ON_GPU, steps=3, shared=True, config=replace(CUT, num_hidden_layers=2, num_nextn_predict_layers=0))
+    names = ["ep=2", "ep=2, counted", "dp=2, zero 1, FP8 gradients, gather overlapped", "dp=2, zero 2, FP8-LM"]
+    check(run_ranks(2, compare, "", trip, names, timeout=120.0), "block")
 
 
 ON_CPU = Trip(CONFIG, "fp32", 3, 4, 32, False)
