@@ -131,9 +131,7 @@ class Run:
         self.throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
         options = config.model.bias_update_rate, self.phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
         wires = parallel.grad_rounding, parallel.zero, parallel.simulated_ranks
-        self.take_step = TrainStep(
-            self.model, self.optimizer, mesh, optim, *options, self.guard, *wires, config.model.bias_warmup_steps
-        )
+        self.take_step = TrainStep(self.model, self.optimizer, mesh, optim, *options, self.guard, *wires)
         self.resources = Resources(self.model, self.optimizer, mesh, self.done)
         self.window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
         self.phases.note = lambda name: self.watchdog.note(f"{name} of step {self.done}")

@@ -14,8 +14,6 @@ class ModelConfig:
         router_z_loss_weight: coefficient of mean logsumexp(router logits)^2, a MoE layer.
         aux_loss_weight: coefficient of the sequence-level balance loss (DeepSeek-V3, eq. 17-20); 0 as Ling trains.
         bias_update_rate: step of the zero-mean expert-bias update, once an optimizer step.
-        bias_warmup_steps: optimizer steps over which that step falls to `bias_update_rate` from 20 times as much, geometrically; 0
-            as Ling trains. New routers send every token to the same experts until the biases catch up with what tokens share.
         head_z_loss_weight: coefficient of logsumexp(logits)^2 of the language model head.
         loss_chunk: tokens whose logits exist at once.
     """
@@ -45,7 +43,6 @@ class ModelConfig:
     router_z_loss_weight: float = 3.5e-6
     aux_loss_weight: float = 0.0
     bias_update_rate: float = 1e-3
-    bias_warmup_steps: int = 0
     head_z_loss_weight: float = 0.0
     loss_chunk: int = 2048
 
@@ -102,8 +99,6 @@ class ModelConfig:
             found.append(f"model.partial_rotary_factor = {self.partial_rotary_factor} gives {self.rotary_dim} rotary dimensions")
         if self.num_nextn_predict_layers not in (0, 1):
             found.append(f"model.num_nextn_predict_layers = {self.num_nextn_predict_layers}; 0 or 1 are supported")
-        if self.bias_warmup_steps < 0:
-            found.append(f"model.bias_warmup_steps = {self.bias_warmup_steps} must not be negative")
         if self.loss_chunk % 128 or self.loss_chunk <= 0:
             found.append(f"model.loss_chunk = {self.loss_chunk} is not a positive multiple of 128")
         return found

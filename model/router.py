@@ -92,14 +92,6 @@ def routers(module: nn.Module) -> Iterator[tuple[str, Router]]:
             yield name, child
 
 
-BIAS_WARMUP = 20  # times the lasting rate: in 50 steps from there at 1e-3 a bias can move by 0.33, most of the range of the scores
-
-
-def bias_rate_at(step: int, rate: float, warmup_steps: int) -> float:
-    """Rate of the bias update of optimizer step `step` (from 1): falls geometrically from 20 x `rate` to `rate`."""
-    return rate * BIAS_WARMUP ** max(0.0, 1 - (step - 1) / warmup_steps) if warmup_steps else rate
-
-
 @torch.no_grad()
 def bias_update(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
     """New bias: b + rate * (sign(e) - mean sign(e)), e = mean(c) - c. Integer counts: E * (mean - c) keeps the sign exact.

@@ -25,6 +25,7 @@ from torch import Tensor
 from fp8.optimizer import states_named
 from fp8.recipe import Recipe
 from fp8.weight import weights
+from model import router
 from model.config import ModelConfig
 from model.counts import flops_per_token
 from model.loss import NumValid, count_valid
@@ -122,6 +123,19 @@ class Stepper:
         return event
 
 
+def route_evenly(num_experts: int) -> None:
+    """From now on tokens go to random experts, as evenly as from a balanced router: new ones send all tokens to a few experts."""
+    own = router.route
+
+    def even(logits_TE: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+        ids_Tk, weights_Tk, lse_T = own(logits_TE, *rest)
+        first_T1 = torch.randint(num_experts, ids_Tk[:, :1].shape, device=ids_Tk.device)
+        k = ids_Tk.shape[1]
+        return (first_T1 + num_experts // k * torch.arange(k, device=ids_Tk.device)) % num_experts, weights_Tk, lse_T
+
+    router.route = even
+
+
 def between(a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
     """Milliseconds."""
     return 1e3 * (b - a) if isinstance(a, float) else a.elapsed_time(b)
@@ -189,6 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
     parser.add_argument("--states", default="fp32", help="optim.states")
+    parser.add_argument("--routing", choices=["own", "even"], default="own", help="even: as of a balanced router")
     parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph; not with tp")
     parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
     parser.add_argument("--layouts", nargs="+", default=["solo"])
@@ -202,6 +217,8 @@ def main(argv: list[str] | None = None) -> None:
 
         config = ModelConfig(**yaml.safe_load(args.config.read_text())["model"])
     config = replace(config, loss_chunk=args.chunk)
+    if args.routing == "even":
+        route_evenly(config.num_experts)
     work = Work(config, args.stage, args.batch, args.seq, args.parts, args.grad, args.states, args.graph)
     device, speaks = torch.device("cpu"), os.environ.get("RANK", "0") == "0"
     if torch.cuda.is_available():

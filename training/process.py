@@ -39,8 +39,8 @@ def admit(config: Config, device: torch.device) -> str:
 def make_deterministic(device: torch.device) -> str:
     """From now on equal runs are bitwise equal; returns what that changes, for the log.
 
-    torch has no deterministic backward of cuDNN's attention, so model/attention.py takes flash; CUDA graphs are left out. An operation
-    that has no deterministic form is an error: with `warn_only`, flash's backward would go on adding in any order.
+    torch has no deterministic backward of cuDNN's attention, so model/attention.py takes flash; CUDA graphs are left out. An
+    operation without a deterministic form is an error: with `warn_only`, flash's backward would go on adding in any order.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -20,7 +20,7 @@ from fp8.optimizer import AdamW
 from fp8.scaling import role_scales, update_scales
 from fp8.weight import weights
 from model.loss import Losses, NumValid, count_valid
-from model.router import bias_rate_at, routers, update_expert_bias
+from model.router import routers, update_expert_bias
 from parallel.collectives import all_reduce
 from parallel.mesh import Mesh
 from parallel.sharded_optimizer import make_reducer
@@ -83,10 +83,9 @@ class TrainStep:
         grad_rounding: str = "nearest",
         zero: int = 0,
         simulated_ranks: int = 0,
-        bias_warmup_steps: int = 0,
     ) -> None:
         self.model, self.optimizer, self.mesh, self.optim = model, optimizer, mesh, optim
-        self.bias_rate, self.bias_warmup_steps, self.phases = bias_rate, bias_warmup_steps, phases
+        self.bias_rate, self.phases = bias_rate, phases
         self.weights = list(weights(model))
         mu = getattr(model, "grad_scale", None)
         self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero, mu, simulated_ranks)
@@ -126,8 +125,7 @@ class TrainStep:
         with self.phases("optimizer"):
             clip = self.optim.clip
             self.optimizer.step(lr, clip / grad_norm if 0 < clip < grad_norm else 1.0)
-            rate = bias_rate_at(step, self.bias_rate, self.bias_warmup_steps)
-            update_expert_bias(self.model, self.mesh.world, rate)
+            update_expert_bias(self.model, self.mesh.world, self.bias_rate)
         return StepResult(
             loss=loss,
             mtp_loss=mtp_sum / max(num_mtp, 1),
