@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,15 @@ def softmax_grad_ref(logits_CV: Tensor, labels_C: Tensor, z: float, vocab: Vocab
     return ce, torch.where(valid, z * lse.square(), torch.zeros_like(lse)), grad
 
 
+def _kernels(logits_CV: Tensor) -> ModuleType | None:
+    """The Triton kernels on a GPU (BF16 logits in whole words), None for the reference."""
+    if not logits_CV.is_cuda or logits_CV.dtype != torch.bfloat16 or logits_CV.shape[1] % 4:
+        return None
+    from fp8 import cross_entropy_kernels  # Triton comes with CUDA builds of torch only
+
+    return cross_entropy_kernels
+
+
 class _Gradient(NamedTuple):
     """dlogits of a chunk: A of dgrad [C, V] and A of wgrad [V, Cp]."""
 
@@ -82,13 +92,12 @@ def _softmax_grad(
     logits_CV: Tensor, labels_C: Tensor, scale: Tensor, z: float, vocab: VocabAxis, weight: Weight, with_grad: bool
 ) -> tuple[Tensor, Tensor, _Gradient | None]:
     """(sum of ce, sum of z-terms, quantised scale * dlogits) of a chunk; may overwrite the logits."""
-    if not (logits_CV.is_cuda and logits_CV.dtype == torch.bfloat16 and logits_CV.shape[1] % 4 == 0):
+    kernels = _kernels(logits_CV)
+    if kernels is None:
         ce, z_term, grad = softmax_grad_ref(logits_CV, labels_C, z, vocab)
         dlogits = grad.mul_(scale).to(logits_CV.dtype) if with_grad else None
         made = _Gradient(weight.quantize_grad(dlogits), weight.quantize_grad_t(dlogits)) if with_grad else None
         return ce.sum(), z_term.sum(), made
-    from fp8 import cross_entropy_kernels as kernels  # Triton comes with CUDA builds of torch only
-
     valid, local = labels_C != IGNORE, labels_C - vocab.offset
     local = torch.where(valid & (local >= 0) & (local < logits_CV.shape[1]), local, kernels.NO_LABEL)
     peak, total, picked = kernels.statistics(logits_CV, local)

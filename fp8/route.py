@@ -10,6 +10,8 @@ Ties go to the lower id in the kernel; torch.topk leaves them open.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -35,6 +37,16 @@ def route_ref(
     chosen = scores_TE.gather(1, ids_Tk)
     weights_Tk = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * factor
     return ids_Tk, weights_Tk, torch.logsumexp(logits_TE, dim=-1)
+
+
+def _kernels(logits_TE: Tensor, n_group: int) -> ModuleType | None:
+    """The Triton kernels on a GPU (experts and groups powers of two), None for the reference."""
+    experts = logits_TE.shape[1]
+    if not logits_TE.is_cuda or experts & (experts - 1) or n_group & (n_group - 1):
+        return None
+    from fp8 import route_kernels  # Triton comes with CUDA builds of torch only
+
+    return route_kernels
 
 
 class _Route(torch.autograd.Function):
@@ -68,8 +80,7 @@ def route(
         bias_E: added to the scores for the choice only.
         counts_E: int64, gains the number of tokens of each expert.
     """
-    experts = logits_TE.shape[1]
-    if logits_TE.is_cuda and experts & (experts - 1) == 0 and n_group & (n_group - 1) == 0:
+    if _kernels(logits_TE, n_group):
         return _Route.apply(logits_TE, bias_E, (n_group, topk_group, k, factor), counts_E)
     ids_Tk, weights_Tk, lse_T = route_ref(logits_TE, bias_E, n_group, topk_group, k, factor)
     if counts_E is not None:

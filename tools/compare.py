@@ -2,6 +2,7 @@
 
     python -m tools.compare --config configs/evidence.yaml --recipes bf16,block,tensorwise_delayed --seeds 1,2 train.steps=300
     python -m tools.compare --config configs/tiny.yaml --set base: --set fast:optim.lr=4e-3,optim.warmup_steps=5
+    python -m tools.compare --config configs/evidence.yaml --set block: --set plain: --reference plain            without the kernels
     python -m tools.compare --join runs/seed1 runs/seed2 --tail 0.5        one table of comparisons that ran side by side
 
 Each run is `train.py`'s own, one after the other in this process: same data in the same order, same initial weights for a seed.
@@ -16,11 +17,13 @@ import json
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from tools.reference_arithmetic import reference_arithmetic
 from train import run
 from training.config import Config, load_config
 from training.errors import UserError, exit_status
@@ -58,7 +61,8 @@ def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    status = run(config)
+    with reference_arithmetic() if name in args.reference else nullcontext():
+        status = run(config)
     seconds = time.perf_counter() - start
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -134,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tail", type=float, default=TAIL, help="share of the steps, the last ones, whose losses are averaged")
     parser.add_argument("--recipes", default="", help="comma-separated recipe names")
     parser.add_argument("--set", action="append", default=[], help="name:key=value,key=value; may be repeated")
+    parser.add_argument("--reference", action="append", default=[], help="a setting that runs through the reference arithmetic")
     parser.add_argument("--seeds", default="1234", help="comma-separated")
     parser.add_argument("--base", help="what gaps are measured against; the first setting by default")
     parser.add_argument("--out", default="runs/compare")
@@ -148,8 +153,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--config names what to run; --join shows what has run")
     settings = parse_settings(args)
     base = args.base or next(iter(settings))
-    if base not in settings:
-        raise UserError(f"--base {base} is none of the settings: {', '.join(settings)}")
+    for option, named in (("--base", base), *(("--reference", name) for name in args.reference)):
+        if named not in settings:
+            raise UserError(f"{option} {named} is none of the settings: {', '.join(settings)}")
     try:
         seeds = [int(seed) for seed in args.seeds.split(",")]
         Path(args.out).mkdir(parents=True, exist_ok=True)
