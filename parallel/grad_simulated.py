@@ -28,85 +28,93 @@ from parallel.grad_wire import SENT, SUMMED, pack_tiles, sum_tiles
 from parallel.mesh import Mesh
 
 
-class SimulatedReducer(GradReducer):
-    """A GradReducer for one process whose micro-batches are ranks.
+class SimulatedSums:
+    """What owners make of the gradients of several ranks, one weight after the other.
 
     Args:
-        ranks: micro-batches of a step.
         wire: "fp32", "bf16", "fp8" or, with `auto`, "fp8_lm".
         stochastic: how "fp8" rounds; the optimizer of the weights must exist.
         sharded: the sums stay with their owners (ZeRO), so they are not rounded again.
     """
 
-    each_microbatch = True
+    def __init__(self, wire: str, stochastic: bool = False, sharded: bool = True, auto: AutoScale | None = None) -> None:
+        self.wire, self.stochastic, self.sharded, self.auto = wire, stochastic, sharded, auto
+        self._totals: dict[Weight, Tensor] = {}
+        self._parts: dict[Weight, list[Tensor]] = {}
 
-    def __init__(
-        self,
-        named_weights: Iterable[tuple[str, Weight]],
-        ranks: int,
-        wire: str,
-        stochastic: bool = False,
-        sharded: bool = True,
-        auto: AutoScale | None = None,
-    ) -> None:
-        self._ranks = ranks
-        self._wire, self._stochastic, self._sharded, self._auto = wire, stochastic, sharded, auto
-        self._begin(named_weights, Mesh.solo())
-        self._rank, self._totals, self._parts = 0, {}, {}
-        self._restart()
+    def add(self, weight: Weight, rank: int) -> None:
+        """`main_grad` is what rank `rank` has; ranks come in order, from 0 on."""
+        if self.wire == "fp8_lm":  # its scale needs the gradients of all
+            self._parts.setdefault(weight, []).append(weight.main_grad.float().clone())
+        elif rank:
+            self._totals[weight] += self._sent(weight, rank)
+        else:
+            self._totals[weight] = self._sent(weight, rank)
 
-    @torch.no_grad()
-    def finish(self, last: bool = True) -> None:
-        """Takes a rank's gradients; after those of the last one every weight holds the sum of all."""
-        super().finish(last=False)
-        for weight in self._weights:
-            if self._wire == "fp8_lm":
-                self._parts.setdefault(weight, []).append(weight.main_grad.float().clone())
-            elif self._rank:
-                self._totals[weight] += self._sent(weight)
-            else:
-                self._totals[weight] = self._sent(weight)
-            if last:
-                weight.main_grad.copy_(self._sum(weight))
-            else:
-                weight.clear_grad()
-        assert (self._rank == self._ranks - 1) == last, f"micro-batch {self._rank + 1} of {self._ranks}, last: {last}"
-        self._rank = 0 if last else self._rank + 1
-        if last:
-            self._totals.clear()
-            if self._auto is not None:
-                self._auto.update(self._mesh.world)
+    def total(self, weight: Weight) -> Tensor:
+        """The sum, FP32, which is then forgotten."""
+        if self.wire == "fp8_lm":
+            return self._shared_scale_sum(self._parts.pop(weight))
+        total = self._totals.pop(weight)
+        return total if self.sharded or self.wire != "fp8" else self._rounded(weight, total, SUMMED, 0)
 
-    def _sent(self, weight: Weight) -> Tensor:
-        """What an owner gets from this rank, in FP32."""
-        if self._wire == "fp8":
-            return self._rounded(weight, weight.main_grad, SENT, self._rank)
-        return (weight.main_grad.bfloat16() if self._wire == "bf16" else weight.main_grad).float().clone()
+    def _sent(self, weight: Weight, rank: int) -> Tensor:
+        """What an owner gets from a rank, in FP32."""
+        if self.wire == "fp8":
+            return self._rounded(weight, weight.main_grad, SENT, rank)
+        return (weight.main_grad.bfloat16() if self.wire == "bf16" else weight.main_grad).float().clone()
 
-    def _sum(self, weight: Weight) -> Tensor:
-        if self._wire == "fp8_lm":
-            grads = self._parts.pop(weight)
-            scale = torch.stack([scale_of(g) for g in grads]).min()
-            factor = scale * self._auto.mu.float()
-            sent = torch.empty(len(grads), weight.numel, dtype=E4M3, device=factor.device)
-            for grad, codes in zip(grads, sent, strict=True):
-                encode_codes(grad.view(-1), factor, codes)
-            codes = add_codes(sent)
-            seen = num_saturated(codes), torch.full_like(scale, codes.numel()), scale == 0
-            self._auto.counts += torch.stack([x.double() for x in seen])
-            total = torch.empty(grads[0].shape, device=factor.device)
-            decode_codes(codes, factor, total.view(-1))
-            return total
-        total = self._totals[weight]
-        return total if self._sharded or self._wire != "fp8" else self._rounded(weight, total, SUMMED, 0)
+    def _shared_scale_sum(self, grads: list[Tensor]) -> Tensor:
+        scale = torch.stack([scale_of(g) for g in grads]).min()
+        factor = scale * self.auto.mu.float()
+        sent = torch.empty(len(grads), grads[0].numel(), dtype=E4M3, device=factor.device)
+        for grad, codes in zip(grads, sent, strict=True):
+            encode_codes(grad.view(-1), factor, codes)
+        codes = add_codes(sent)
+        seen = num_saturated(codes), torch.full_like(scale, codes.numel()), scale == 0
+        self.auto.counts += torch.stack([x.double() for x in seen])
+        total = torch.empty(grads[0].shape, device=factor.device)
+        decode_codes(codes, factor, total.view(-1))
+        return total
 
     def _rounded(self, weight: Weight, value: Tensor, stream: int, rank: int) -> Tensor:
         """In tiles of 128 that begin where the weight does, as in a bucket."""
         n, words = value.numel(), None
-        if self._stochastic:
+        if self.stochastic:
             words = weight_words(replace(weight.gradient_draw(rank), stream=stream), weight).view(-1)
             words = pad(words, (0, -n % BLOCK))
         packed = pack_tiles(pad(value.reshape(-1), (0, -n % BLOCK)), words)
         arrived = torch.empty(packed.shape[0] * BLOCK, device=value.device)
         sum_tiles(packed, 1, arrived)
         return arrived[:n].view(value.shape)
+
+
+class SimulatedReducer(GradReducer):
+    """A GradReducer for one process whose micro-batches are ranks.
+
+    Args:
+        ranks: micro-batches of a step.
+        sums: how they are added.
+    """
+
+    each_microbatch = True
+
+    def __init__(self, named_weights: Iterable[tuple[str, Weight]], ranks: int, sums: SimulatedSums) -> None:
+        self._ranks, self._rank, self._sums, self._auto = ranks, 0, sums, sums.auto
+        self._begin(named_weights, Mesh.solo())
+        self._restart()
+
+    @torch.no_grad()
+    def finish(self, last: bool = True) -> None:
+        """Takes a rank's gradients; after those of the last one every weight holds the sum of all."""
+        super().finish(last=False)
+        assert (self._rank == self._ranks - 1) == last, f"micro-batch {self._rank + 1} of {self._ranks}, last: {last}"
+        for weight in self._weights:
+            self._sums.add(weight, self._rank)
+            if last:
+                weight.main_grad.copy_(self._sums.total(weight))
+            else:
+                weight.clear_grad()
+        self._rank = 0 if last else self._rank + 1
+        if last and self._auto is not None:
+            self._auto.update(self._mesh.world)

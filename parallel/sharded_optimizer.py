@@ -18,7 +18,7 @@ from fp8.weight import Weight, weights
 from parallel.collectives import all_reduce
 from parallel.grad_auto_scale import AutoScale
 from parallel.grad_reduce import GradReducer, owner_bucket
-from parallel.grad_simulated import SimulatedReducer
+from parallel.grad_simulated import SimulatedReducer, SimulatedSums
 from parallel.grad_wire import OwnerBucket, starts_of
 from parallel.mesh import Mesh
 from parallel.shard import Group, Shards
@@ -195,7 +195,7 @@ def make_reducer(
     named_weights, stochastic = list(named_weights), rounding == "stochastic"
     wire = wire_for(wire, any(weight.recipe.is_fp8 for _, weight in named_weights))
     if simulated_ranks:
-        return SimulatedReducer(named_weights, simulated_ranks, wire, stochastic, zero > 0, auto)
+        return SimulatedReducer(named_weights, simulated_ranks, SimulatedSums(wire, stochastic, zero > 0, auto))
     if isinstance(optimizer, ShardedAdamW):
         return ShardedReducer(optimizer.shards, wire, stochastic, zero == 2, auto)
     if wire in ("fp8", "fp8_lm"):
