@@ -44,10 +44,10 @@ class Operands:
         self.seen.setdefault(role, x.detach().float())
 
 
-def batch_of(run: str, sequences: int, data: str | None) -> tuple[Tensor, Tensor]:
-    """(tokens, labels) [B, S] of the run's validation text, on the CPU."""
+def batch_of(run: str, sequences: int, data: str | None, split: str) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) [B, S] of the run's text, on the CPU."""
     config = RunState.read(locate(run, print)).config["data"]
-    dataset = PackedDataset(packed_path(data or config["dir"], "validation"), config["seq_len"])
+    dataset = PackedDataset(packed_path(data or config["dir"], split), config["seq_len"])
     rows = torch.from_numpy(dataset.rows(np.arange(min(sequences, dataset.num_samples))))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -99,8 +99,8 @@ def main(args: argparse.Namespace) -> None:
     """Prints the table as Markdown."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _ = load(args.run, "bf16", args.tokenizer, device)
-    tokens, labels = (t.to(device) for t in batch_of(args.run, args.sequences, args.data))
-    print(f"{args.run}: {tokens.numel()} tokens of validation text, BF16 model, operands of {args.gemm}\n")
+    tokens, labels = (t.to(device) for t in batch_of(args.run, args.sequences, args.data, args.split))
+    print(f"{args.run}: {tokens.numel()} tokens of {args.split} text, BF16 model, operands of {args.gemm}\n")
     print("| GEMM, largest / rms of x, w, dY | recipe | RMS error x | w | dY | element x | w | dY | fprop | dgrad | wgrad "
           "| underflow x | w | dY | dY columns | x re-tiled |")  # fmt: skip
     print("|---" * 16 + "|")

@@ -2,7 +2,7 @@
 
     python -m tools.compare --config configs/evidence.yaml --recipes bf16,block,tensorwise_delayed --seeds 1,2 train.steps=300
     python -m tools.compare --config configs/tiny.yaml --set base: --set fast:optim.lr=4e-3,optim.warmup_steps=5
-    python -m tools.compare --config configs/evidence.yaml --set block: --set plain: --reference plain            without the kernels
+    python -m tools.compare --config configs/evidence.yaml --set block: --set plain: --reference plain   without the kernels
     python -m tools.compare --join runs/seed1 runs/seed2 --tail 0.5        one table of comparisons that ran side by side
 
 Each run is `train.py`'s own, one after the other in this process: same data in the same order, same initial weights for a seed.

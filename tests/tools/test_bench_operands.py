@@ -60,6 +60,6 @@ def test_a_run_prints_a_row_for_each_recipe_and_layer(tmp_path: Path, capsys: py
     model = tiny.build(Recipe.block(), seed=3)
     optimizer = tiny.optimizer_of(model, seed=3)
     Checkpointer(config, model, optimizer, Mesh.solo(), tokenizer.fingerprint, "data").save(1, 1, None)
-    bench(argparse.Namespace(run=str(tmp_path), gemm="attention.qkv", sequences=2, data=None, tokenizer=None))
+    bench(argparse.Namespace(run=str(tmp_path), gemm="attention.qkv", sequences=2, data=None, tokenizer=None, split="validation"))
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| layers") or line.startswith("| mtp")]
     assert len(rows) == 3 * len([name for name, _ in weights(model) if name.endswith("attention.qkv")])
