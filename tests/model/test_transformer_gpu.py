@@ -72,6 +72,7 @@ def test_gradients_are_those_of_the_reference(name: str, stage: int, config: Mod
 
 @pytest.mark.parametrize("name", ["block", "bf16"])
 def test_recomputation_changes_no_bit(name: str) -> None:
+    """Nor does a second run: what train.deterministic promises."""
     recipe = getattr(Recipe, name)()
     torch.use_deterministic_algorithms(True)  # also fills new memory with NaN
     try:
