@@ -130,7 +130,7 @@ class Group:
             size = max(sum(-(-p.numel() // ALIGN) * ALIGN for p in own) for own in parts)
             buffer = torch.empty(1, size, dtype=torch.uint8, device=self.weights[0].data.device)
             own = parts[self.axis.rank]
-            copy_bytes(_places(own, buffer[0]), own)
+            copy_bytes(places_of(own, buffer[0]), own)
             self._pending[dtype] = start_all_gather(buffer, self.axis, "weights", FORMAT_NAMES[dtype])
 
     def receive(self) -> None:
@@ -141,7 +141,7 @@ class Group:
             for rank in range(self.axis.size):
                 if rank != self.axis.rank:
                     parts = self.parts(rank, dtype)
-                    copy_bytes(parts, _places(parts, arrived[rank]))
+                    copy_bytes(parts, places_of(parts, arrived[rank]))
 
 
 def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:
@@ -149,7 +149,7 @@ def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:
         group.receive()
 
 
-def _places(parts: list[Tensor], buffer: Tensor) -> list[Tensor]:
+def places_of(parts: list[Tensor], buffer: Tensor) -> list[Tensor]:
     """Where the parts lie in a buffer of bytes."""
     sizes = [size for part in parts for size in (part.numel(), -part.numel() % ALIGN)]
     return list(buffer.split([*sizes, buffer.numel() - sum(sizes)])[: 2 * len(parts) : 2])

@@ -5,7 +5,7 @@ text, clipping. Each recipe runs `--steps` steps after warm-up; medians by CUDA 
 
 Under torchrun each of `--layouts` runs in turn: `solo` (every GPU for itself, what one GPU does), or keys of the configuration's
 `parallel` section: `ep=2`, `ep=1,zero=1,grad_wire=fp8`. The batch of a rank is the same in all. Then two more steps are timed
-collective by collective: what compute has not hidden.
+collective by collective: what compute has not hidden. With `--mirror 2` one GPU does what a rank of two does, but the wire.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tools.bench_layer import print_kernels, profile
+from tools.bench_mirror import mirror_mesh, mirrored
 from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
 
@@ -179,8 +181,8 @@ def measure(stepper: Stepper, steps: int) -> dict[str, object]:
     return result
 
 
-def layout_named(text: str, device: torch.device) -> tuple[Mesh, ParallelConfig]:
-    """`solo`, or keys of the `parallel` section: `ep=2,zero=1`."""
+def layout_named(text: str, device: torch.device, mirror: int = 0) -> tuple[Mesh, ParallelConfig]:
+    """`solo`, or keys of the `parallel` section: `ep=2,zero=1`; of `mirror` ranks that are not there."""
     if text == "solo":
         return Mesh.solo(), ParallelConfig()
     given = dict(part.split("=") for part in text.split(","))
@@ -188,6 +190,8 @@ def layout_named(text: str, device: torch.device) -> tuple[Mesh, ParallelConfig]
     as_bool = {"true": True, "false": False}
     values = {name: as_bool[value] if kinds[name] is bool else kinds[name](value) for name, value in given.items()}
     p = ParallelConfig(**values)
+    if mirror:
+        return mirror_mesh(mirror, p.ep, p.dispatch == "gathered" or (p.dispatch == "auto" and p.ep == 2)), p
     wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch)
     return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p
 
@@ -207,6 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph; not with tp")
     parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
     parser.add_argument("--layouts", nargs="+", default=["solo"])
+    parser.add_argument("--mirror", type=int, default=0, help="ranks, of which one GPU plays one (bench_mirror.py)")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path)
@@ -229,11 +234,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
         print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
     results = []
-    for layout in args.layouts:
-        for name in args.recipes:
-            results.append(run(work, layout, name, device, args, speaks))
-            gc.collect()
-            torch.cuda.empty_cache()
+    with mirrored() if args.mirror else nullcontext():
+        for layout in args.layouts:
+            for name in args.recipes:
+                results.append(run(work, layout, name, device, args, speaks))
+                gc.collect()
+                torch.cuda.empty_cache()
     close_mesh()
     if args.out and speaks:
         args.out.write_text(json.dumps(results, indent=1))
@@ -241,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(work: Work, layout: str, name: str, device: torch.device, args: argparse.Namespace, speaks: bool) -> dict[str, object]:
     """One layout and recipe: measured, printed by the first rank."""
-    mesh, parallel = layout_named(layout, device)
+    mesh, parallel = layout_named(layout, device, args.mirror)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     stepper = Stepper(work, getattr(Recipe, name)(), mesh, parallel, device)
