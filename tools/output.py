@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +17,19 @@ from training.errors import UserError
 def whole_or_nothing(out: Path) -> Iterator[Path]:
     """A folder beside `out` to fill; it takes the name `out` when the block succeeds and vanishes when it does not.
 
+    It is this process's own, `OUT.partial-PID`: two that write the same `out` at once do not mix. What a kill leaves has that name.
+
     Raises:
         UserError: `out` exists and is not an empty folder, or the disk does not take it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"output {out} exists and is not an empty folder; nothing was written")
-    partial = out.with_name(out.name + ".partial")
+    out = out.absolute()  # "." has no name
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    for left in out.parent.glob(f"{glob.escape(out.name)}.partial-*"):
+        print(f"note: {left} is of another conversion that runs or was killed", file=sys.stderr)
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had this number
         partial.mkdir(parents=True)
         yield partial
         if out.exists():

@@ -12,10 +12,13 @@ class UserError(Exception):
 
 
 def exit_status(main: Callable[[], None]) -> int:
-    """Runs `main` and returns the process's exit status: 0, or 2 after printing the message of a UserError."""
+    """Runs `main` and returns the process's exit status: 0; 2 after printing the message of a UserError; 130 after Ctrl-C."""
     try:
         main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tests.tools.published import GOLDEN, SCALE, call, edit, edit_tensors
 from tools.hf_files import TensorWriter, read_json
+from tools.output import whole_or_nothing
+from training.errors import UserError
 
 
 def spoil_truncate(folder: Path) -> None:
@@ -130,6 +132,32 @@ def test_an_output_that_is_not_empty_is_left_alone(command: str, tmp_path: Path,
     assert call(command, GOLDEN if command == "import" else tmp_path / "in", tmp_path / "out") == 2
     assert "not an empty folder" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_two_conversions_of_one_name_do_not_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second to end is refused; what a killed one left is named, and never taken for the output."""
+    (tmp_path / "out.partial-1").mkdir()
+    with pytest.raises(UserError, match="cannot write"), whole_or_nothing(tmp_path / "out") as late:
+        (late / "late").write_text("")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.getpid", lambda: 2)
+            with whole_or_nothing(tmp_path / "out") as early:
+                (early / "early").write_text("")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["early"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.partial-1"]
+    assert "out.partial-1 is of another conversion" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.hf_import.ShardWriter.add", interrupted)
+    assert call("import", GOLDEN, tmp_path / "in") == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fills_up_leaves_no_output(
