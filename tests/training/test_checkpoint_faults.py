@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fp8.weight import weights
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
-from tests.training.test_checkpoint import Toy, config_in, empty, filled, mismatches, quiet
+from tests.training.toy import Toy, config_in, empty, filled, mismatches, quiet
 from training.checkpoint import Checkpointer
 from training.checkpoint_files import rotate, seal_alone, verify
 from training.config import CheckpointConfig, Config, RunConfig

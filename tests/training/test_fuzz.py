@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.mesh import Mesh
-from tests.training.test_checkpoint import Toy, checkpointer, empty, quiet
+from tests.training.toy import Toy, checkpointer, empty, quiet
 from training.config import Config, load_config
 from training.config_loading import leaves
 from training.data import Loader, PackedDataset
