@@ -36,7 +36,7 @@ def qk_norm_rope_ref(
 
 
 def _kernels(qkv: Tensor, rope: tuple[Tensor, Tensor]) -> ModuleType | None:
-    """The Triton kernels on a GPU (heads made of powers of two), None for the reference."""
+    """The Triton kernels on a GPU (half of a head rotates), None for the reference."""
     if not qkv.is_cuda:
         return None
     from fp8 import qk_norm_rope_kernels  # Triton comes with CUDA builds of torch only

@@ -1,7 +1,7 @@
 """Triton kernels behind qk_norm_rope.py. A program takes some tokens of one head.
 
-Shapes: T tokens, H query heads, K key/value heads, d head dimension, r rotary dimensions. A head is loaded as the first
-and second half of its rotary part and the rest, each a power of two wide: the pairs that rotate together meet in one thread.
+Shapes: T tokens, H query heads, K key/value heads, d head dimension; the first half of it rotates. A head is loaded as four quarters
+of one layout: the pairs that rotate together (first and second) meet in one thread, and sums over a head cross no layout.
 """
 
 import torch
@@ -13,142 +13,144 @@ from fp8.device_math import round_bf16
 from fp8.launch import cdiv
 from fp8.quantize_kernels import INTERPRETED
 
-FORWARD_ROWS, BACKWARD_ROWS, WARPS = 32, 16, 4
-BACKWARD_PROGRAMS = 27  # a head; fixed: the order of dw's sums does not depend on the device. 24 heads fill 132 SMs five times
-STAGES = 3  # tiles whose loads are in flight in backward
+FORWARD_ROWS, FORWARD_WARPS = 32, 4
+BACKWARD_ROWS, BACKWARD_WARPS = 16, 2
+BACKWARD_PROGRAMS = 54  # a head; fixed: the order of dw's sums does not depend on the device
+STAGES = 2  # tiles whose loads are in flight in backward
 
 
 def fits(d: int, r: int) -> bool:
-    """Whether a head is made of powers of two: r / 2, r / 2 and d - r."""
-    return r >= 2 and r < d and (r & (r - 1)) == 0 and ((d - r) & (d - r - 1)) == 0
+    """Whether half of a head of d rotates (r of d), and d is a power of two."""
+    return r == d // 2 and d >= 8 and d & (d - 1) == 0
 
 
 @triton.jit
-def _load(ptr, offset, ok, R: tl.constexpr, D: tl.constexpr):
-    """(first half, second half, rest) of rows that start at `offset`, fp32."""
-    i, j = tl.arange(0, R // 2)[None, :], tl.arange(0, D - R)[None, :]
-    at = ptr + offset[:, None]
-    a = tl.load(at + i, mask=ok[:, None], other=0.0).to(tl.float32)
-    b = tl.load(at + R // 2 + i, mask=ok[:, None], other=0.0).to(tl.float32)
-    return a, b, tl.load(at + R + j, mask=ok[:, None], other=0.0).to(tl.float32)
+def _load(ptr, offset, ok, D: tl.constexpr):
+    """Quarters of rows that start at `offset`, fp32."""
+    at = ptr + offset[:, None] + tl.arange(0, D // 4)[None, :]
+    a = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
+    b = tl.load(at + D // 4, mask=ok[:, None], other=0.0).to(tl.float32)
+    c = tl.load(at + D // 2, mask=ok[:, None], other=0.0).to(tl.float32)
+    return a, b, c, tl.load(at + D // 4 * 3, mask=ok[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_row(ptr, R: tl.constexpr, D: tl.constexpr):
+def _load_row(ptr, D: tl.constexpr):
     """The same of one row, for all."""
-    i, j = tl.arange(0, R // 2), tl.arange(0, D - R)
-    return tl.load(ptr + i)[None, :], tl.load(ptr + R // 2 + i)[None, :], tl.load(ptr + R + j)[None, :]
+    at = ptr + tl.arange(0, D // 4)
+    return tl.load(at)[None, :], tl.load(at + D // 4)[None, :], tl.load(at + D // 2)[None, :], tl.load(at + D // 4 * 3)[None, :]
 
 
 @triton.jit
-def _store(ptr, offset, ok, a, b, c, R: tl.constexpr, D: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr):
+def _store(ptr, offset, ok, a, b, c, d, D: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr):
     if ROUND:
-        a, b, c = round_bf16(a, HARDWARE), round_bf16(b, HARDWARE), round_bf16(c, HARDWARE)
-    i, j = tl.arange(0, R // 2)[None, :], tl.arange(0, D - R)[None, :]
-    at = ptr + offset[:, None]
-    tl.store(at + i, a, mask=ok[:, None])
-    tl.store(at + R // 2 + i, b, mask=ok[:, None])
-    tl.store(at + R + j, c, mask=ok[:, None])
+        a, b, c, d = round_bf16(a, HARDWARE), round_bf16(b, HARDWARE), round_bf16(c, HARDWARE), round_bf16(d, HARDWARE)
+    at = ptr + offset[:, None] + tl.arange(0, D // 4)[None, :]
+    tl.store(at, a, mask=ok[:, None])
+    tl.store(at + D // 4, b, mask=ok[:, None])
+    tl.store(at + D // 2, c, mask=ok[:, None])
+    tl.store(at + D // 4 * 3, d, mask=ok[:, None])
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, token, ok, R: tl.constexpr):
-    """(cos, sin) [ROWS, R / 2]: the tables' halves are equal."""
-    at = token[:, None] * R + tl.arange(0, R // 2)[None, :]
+def _angles(cos_ptr, sin_ptr, token, ok, D: tl.constexpr):
+    """(cos, sin) [ROWS, d / 4]: the tables' halves are equal."""
+    at = token[:, None] * (D // 2) + tl.arange(0, D // 4)[None, :]
     cos = tl.load(cos_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
     return cos, tl.load(sin_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _dot3(a0, b0, c0, a1, b1, c1):
+def _dot(a0, b0, c0, d0, a1, b1, c1, d1):
     """Row sums of products, [ROWS, 1]."""
-    return (tl.sum(a0 * a1, 1) + tl.sum(b0 * b1, 1) + tl.sum(c0 * c1, 1))[:, None]
+    return tl.sum((a0 * a1 + b0 * b1) + (c0 * c1 + d0 * d1), 1)[:, None]
 
 
 @triton.jit
 def _qk_norm_rope(
     x_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, y_ptr, tokens, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """y[t, h] = rope(norm(x[t, h])) of query or key head h; x holds H + 2K heads a token."""
     token, head = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64), tl.program_id(0)
     ok = token < tokens
-    a, b, c = _load(x_ptr, (token * (H + 2 * K) + head) * D, ok, R, D)
+    a, b, c, d = _load(x_ptr, (token * (H + 2 * K) + head) * D, ok, D)
     if head < H:
-        wa, wb, wc = _load_row(wq_ptr, R, D)
+        wa, wb, wc, wd = _load_row(wq_ptr, D)
     else:
-        wa, wb, wc = _load_row(wk_ptr, R, D)
-    cos, sin = _angles(cos_ptr, sin_ptr, token, ok, R)
-    rstd = tl.rsqrt(_dot3(a, b, c, a, b, c) / D + eps)
-    a, b, c = a * rstd, b * rstd, c * rstd
+        wa, wb, wc, wd = _load_row(wk_ptr, D)
+    cos, sin = _angles(cos_ptr, sin_ptr, token, ok, D)
+    rstd = tl.rsqrt(_dot(a, b, c, d, a, b, c, d) / D + eps)
+    a, b, c, d = a * rstd, b * rstd, c * rstd, d * rstd
     if ROUND:
-        a, b, c = round_bf16(a, HARDWARE), round_bf16(b, HARDWARE), round_bf16(c, HARDWARE)
-    a, b, c = a * wa, b * wb, c * wc
+        a, b, c, d = round_bf16(a, HARDWARE), round_bf16(b, HARDWARE), round_bf16(c, HARDWARE), round_bf16(d, HARDWARE)
+    a, b = a * wa, b * wb
     y_at = (token * (H + K) + head) * D
-    _store(y_ptr, y_at, ok, a * cos - b * sin, b * cos + a * sin, c, R, D, ROUND, HARDWARE)
+    _store(y_ptr, y_at, ok, a * cos - b * sin, b * cos + a * sin, c * wc, d * wd, D, ROUND, HARDWARE)
 
 
 @triton.jit
 def _backward_head(
     x_ptr, w_ptr, cos_ptr, sin_ptr, dy_ptr, dx_ptr, dw_ptr, dy_stride, dy_head, head, tokens, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """dx of one query or key head, tiles program, program + programs, ...; this program's part of dw."""
-    wa, wb, wc = _load_row(w_ptr, R, D)
-    dwa, dwb = tl.zeros((ROWS, R // 2), tl.float32), tl.zeros((ROWS, R // 2), tl.float32)
-    dwc = tl.zeros((ROWS, D - R), tl.float32)
+    wa, wb, wc, wd = _load_row(w_ptr, D)
+    dwa, dwb = tl.zeros((ROWS, D // 4), tl.float32), tl.zeros((ROWS, D // 4), tl.float32)
+    dwc, dwd = tl.zeros((ROWS, D // 4), tl.float32), tl.zeros((ROWS, D // 4), tl.float32)
     for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1), num_stages=STAGES):
         token = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         ok = token < tokens
         at = (token * HEADS + head) * D
-        a, b, c = _load(x_ptr, at, ok, R, D)
-        da, db, dc = _load(dy_ptr, token * dy_stride + dy_head * D, ok, R, D)
-        cos, sin = _angles(cos_ptr, sin_ptr, token, ok, R)
+        a, b, c, d = _load(x_ptr, at, ok, D)
+        da, db, dc, dd = _load(dy_ptr, token * dy_stride + dy_head * D, ok, D)
+        cos, sin = _angles(cos_ptr, sin_ptr, token, ok, D)
         da, db = da * cos + db * sin, db * cos - da * sin
-        rstd = tl.rsqrt(_dot3(a, b, c, a, b, c) / D + eps)
-        a, b, c = a * rstd, b * rstd, c * rstd
+        rstd = tl.rsqrt(_dot(a, b, c, d, a, b, c, d) / D + eps)
+        a, b, c, d = a * rstd, b * rstd, c * rstd, d * rstd
         if ROUND:
             dwa += da * round_bf16(a, HARDWARE)
             dwb += db * round_bf16(b, HARDWARE)
             dwc += dc * round_bf16(c, HARDWARE)
+            dwd += dd * round_bf16(d, HARDWARE)
         else:
             dwa += da * a
             dwb += db * b
             dwc += dc * c
-        da, db, dc = da * wa, db * wb, dc * wc
-        mean = _dot3(da, db, dc, a, b, c) / D
-        da, db, dc = rstd * (da - a * mean), rstd * (db - b * mean), rstd * (dc - c * mean)
-        _store(dx_ptr, at, ok, da, db, dc, R, D, ROUND, HARDWARE)
-    i, j = tl.arange(0, R // 2), tl.arange(0, D - R)
-    tl.store(dw_ptr + i, tl.sum(dwa, 0))
-    tl.store(dw_ptr + R // 2 + i, tl.sum(dwb, 0))
-    tl.store(dw_ptr + R + j, tl.sum(dwc, 0))
+            dwd += dd * d
+        da, db, dc, dd = da * wa, db * wb, dc * wc, dd * wd
+        mean = _dot(da, db, dc, dd, a, b, c, d) / D
+        da, db, dc, dd = rstd * (da - a * mean), rstd * (db - b * mean), rstd * (dc - c * mean), rstd * (dd - d * mean)
+        _store(dx_ptr, at, ok, da, db, dc, dd, D, ROUND, HARDWARE)
+    out = dw_ptr + tl.arange(0, D // 4)
+    tl.store(out, tl.sum(dwa, 0))
+    tl.store(out + D // 4, tl.sum(dwb, 0))
+    tl.store(out + D // 2, tl.sum(dwc, 0))
+    tl.store(out + D // 4 * 3, tl.sum(dwd, 0))
 
 
 @triton.jit
 def _qk_norm_rope_backward(
     x_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dw_ptr,
     q_stride, k_stride, v_stride, tokens, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    ROUND: tl.constexpr, HARDWARE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """dx of one of the H + 2K heads (the gradient of v is copied into its place), and its parts of dw."""
     head = tl.program_id(0)
     dw = dw_ptr + (tl.program_id(1) * (H + K) + head) * D
     if head < H:
         _backward_head(x_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dx_ptr, dw, q_stride, head, head, tokens, eps,
-                       H + 2 * K, D, R, ROWS, STAGES, ROUND, HARDWARE)  # fmt: skip
+                       H + 2 * K, D, ROWS, STAGES, ROUND, HARDWARE)  # fmt: skip
     elif head < H + K:
         _backward_head(x_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dx_ptr, dw, k_stride, head - H, head, tokens, eps,
-                       H + 2 * K, D, R, ROWS, STAGES, ROUND, HARDWARE)  # fmt: skip
+                       H + 2 * K, D, ROWS, STAGES, ROUND, HARDWARE)  # fmt: skip
     else:
         for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
             token = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
             ok = token < tokens
-            a, b, c = _load(dv_ptr, token * v_stride + (head - H - K) * D, ok, R, D)
-            _store(dx_ptr, (token * (H + 2 * K) + head) * D, ok, a, b, c, R, D, ROUND, HARDWARE)
+            a, b, c, d = _load(dv_ptr, token * v_stride + (head - H - K) * D, ok, D)
+            _store(dx_ptr, (token * (H + 2 * K) + head) * D, ok, a, b, c, d, D, ROUND, HARDWARE)
 
 
 # ---------------------------------------------------------------- launchers
@@ -160,8 +162,8 @@ def forward(qkv: Tensor, wq_d: Tensor, wk_d: Tensor, cos: Tensor, sin: Tensor, h
     kv = (total - heads) // 2
     y = torch.empty((tokens, heads + kv, d), dtype=qkv.dtype, device=qkv.device)
     _qk_norm_rope[(heads + kv, cdiv(tokens, FORWARD_ROWS))](
-        qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), y, tokens, eps, H=heads, K=kv, D=d, R=cos.shape[-1],
-        ROWS=FORWARD_ROWS, ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=WARPS,
+        qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), y, tokens, eps, H=heads, K=kv, D=d,
+        ROWS=FORWARD_ROWS, ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=FORWARD_WARPS,
     )  # fmt: skip
     return y
 
@@ -181,8 +183,8 @@ def backward(
     dw = torch.empty((programs, heads + kv, d), dtype=torch.float32, device=qkv.device)
     _qk_norm_rope_backward[(total, programs)](
         qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), dq, dk, dv, dx, dw,
-        dq.stride(0), dk.stride(0), dv.stride(0), tokens, eps, H=heads, K=kv, D=d, R=cos.shape[-1],
+        dq.stride(0), dk.stride(0), dv.stride(0), tokens, eps, H=heads, K=kv, D=d,
         ROWS=BACKWARD_ROWS, STAGES=STAGES,
-        ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=WARPS,
+        ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return dx, dw[:, :heads].sum((0, 1)), dw[:, heads:].sum((0, 1))

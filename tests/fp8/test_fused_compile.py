@@ -40,8 +40,8 @@ ON = dict(HARDWARE=True)
 CASES = [
     (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=4, BLOCKS=16, ROUND=True, **ON), 8),
     (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, GRADS=3, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
-    (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, R=64, ROWS=32, ROUND=True, **ON), 4),
-    (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, R=64, ROWS=16, STAGES=3, ROUND=True, **ON), 4),
+    (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, ROWS=32, ROUND=True, **ON), 4),
+    (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, ROWS=16, STAGES=2, ROUND=True, **ON), 2),
     (swiglu_kernels, "_swiglu_quantize", {}, dict(ROWS=32, STORED=False, WEIGHTED=True, LIVE=True, **ON), 4),
     (swiglu_kernels, "_swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, FULL=True, **ON), 8),
     (permute_kernels, "_gather_rows", {"x_ptr": "*i32", "y_ptr": "*i32"}, dict(K=8, ROWS=16, WORDS=512, SCALES=16, LIVE=True), 4),
