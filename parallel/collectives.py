@@ -9,6 +9,7 @@ Shapes: R rows, C columns, B bytes of one packed row, n ranks of the axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Spec
 from parallel.mesh import Axis
-from parallel.payload import RowFormat, pack, unpack
+from parallel.payload import RowFormat, pack, sum_packed, unpack
 from parallel.traffic import FORMAT_NAMES
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -95,9 +96,16 @@ def reduce_scatter(x: Tensor, axis: Axis, kind: str, wire: Spec | None = None) -
     """
     if axis.size == 1 or wire is None or not wire.is_fp8:
         return start_reduce_scatter(x, axis, kind).wait()
-    rows = x.shape[0] // axis.size
-    q = start_exchange(quantize(x, wire), axis, kind, [rows] * axis.size, [rows] * axis.size).wait()
-    return q.dequantize().unflatten(0, (axis.size, rows)).sum(0).to(x.dtype)
+    each, q = [x.shape[0] // axis.size] * axis.size, quantize(x, wire)
+    form = RowFormat.of(q)
+    arrived = all_to_all(pack(q), axis, kind, each, each, FORMAT_NAMES[form.dtype])
+    return sum_packed(arrived, form, rows_of_ranks(each[0], axis.size, x.device), x.dtype)
+
+
+@cache
+def rows_of_ranks(rows: int, ranks: int, device: torch.device) -> Tensor:
+    """int64 [rows, n]: where row t of each rank stands among `rows` of every rank, behind each other: r * rows + t."""
+    return torch.arange(rows * ranks, device=device).view(ranks, rows).t().contiguous()
 
 
 def start_all_to_all(x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None) -> Pending:

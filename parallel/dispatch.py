@@ -44,9 +44,9 @@ from fp8.permute import (
 from fp8.quantize import quantize, requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Spec
-from parallel.collectives import Pending, all_to_all, start_all_gather, start_all_gather_rows, start_all_to_all, start_exchange
+from parallel.collectives import Pending, all_to_all, rows_of_ranks, start_all_gather, start_all_gather_rows, start_all_to_all
 from parallel.mesh import Axis
-from parallel.payload import RowFormat, pack, unpack
+from parallel.payload import RowFormat, pack, sum_packed, unpack
 from parallel.send_plan import Counted, count_tokens, order_tokens, own_slots, read_slots, slot_bytes
 from parallel.traffic import FORMAT_NAMES
 
@@ -159,14 +159,8 @@ def _dispatch_gathered(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> 
     arrived = (start.flight or _gather_tokens(x_q, weights_Tk, start.ids_Tk, axis)).wait()
     weights_Nk, ids_Nk = read_slots(arrived, form.data_bytes, k, axis.rank * local, local)
     perm, each = build_permutation(ids_Nk, local, buffer_rows(start)), (tokens,) * axis.size
-    tokens_q, back = unpack(arrived, form, x_q.scale_inv), _row_of_each_rank(tokens, axis.size, x_q.device)
+    tokens_q, back = unpack(arrived, form, x_q.scale_inv), rows_of_ranks(tokens, axis.size, x_q.device)
     return permute(tokens_q, perm), permute_slots(weights_Nk, perm), DispatchPlan(axis, perm, each, each, None, back, tokens_q)
-
-
-@cache
-def _row_of_each_rank(tokens: int, ranks: int, device: torch.device) -> Tensor:
-    """int64 [T, n]: row r * T + t, token t's among what rank r sends back; zero where rank r has none of its experts."""
-    return torch.arange(tokens * ranks, device=device).view(ranks, tokens).t().contiguous()
 
 
 @cache
@@ -283,8 +277,10 @@ def start_combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]
     if axis.wire is None:
         flight = start_all_to_all(partial_ND, axis, COMBINE, plan.recv, plan.send)
         return lambda: sum_rows(flight.wait(), plan.row_Tn)
-    exchange, dtype = start_exchange(quantize(partial_ND, axis.wire), axis, COMBINE, plan.recv, plan.send), y_RD.dtype
-    return lambda: sum_rows(exchange.wait().dequantize(dtype), plan.row_Tn)
+    q, dtype = quantize(partial_ND, axis.wire), y_RD.dtype
+    form = RowFormat.of(q)
+    flight = start_all_to_all(pack(q), axis, COMBINE, plan.recv, plan.send, FORMAT_NAMES[form.dtype])
+    return lambda: sum_packed(flight.wait(), form, plan.row_Tn, dtype)
 
 
 def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fp8.permute import gather_rows_ref
+from fp8.permute import gather_rows_ref, sum_rows_ref
 from fp8.quantized import TENSORWISE, Quantized
 
 
@@ -139,6 +139,20 @@ def unpack(
     if kernels:
         return kernels.unpack(payload_MB, form, scale_inv, index_R, per_row, live_B)
     return unpack_ref(payload_MB, form, scale_inv, index_R, per_row)
+
+
+# ---------------------------------------------------------------- sum
+
+
+def sum_packed_ref(payload_MB: Tensor, form: RowFormat, index_Tn: Tensor, dtype: torch.dtype) -> Tensor:
+    """The definition of `sum_packed`."""
+    return sum_rows_ref(unpack_ref(payload_MB, form, None, None, 1).dequantize(), index_Tn).to(dtype)
+
+
+def sum_packed(payload_MB: Tensor, form: RowFormat, index_Tn: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, B] -> [T, C] in `dtype`: the FP32 sum of packed rows index[t] (negative: none), in order. Rows carry their scales."""
+    kernels = _kernels(payload_MB, form)
+    return (kernels.sum_packed if kernels else sum_packed_ref)(payload_MB, form, index_Tn, dtype)
 
 
 def extra_of(payload_MB: Tensor, form: RowFormat) -> Tensor:

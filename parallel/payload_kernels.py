@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.device_math import decode_bytes, round_bf16
+from fp8.quantize_kernels import INTERPRETED
 from fp8.quantized import Quantized
 from parallel.payload import RowFormat
 
@@ -84,6 +86,27 @@ def _unpack(
                 tl.store(at, si, mask=row_ok[:, None] & (block < SCALES)[None, :])
 
 
+@triton.jit
+def _sum_packed(
+    in_ptr, index_ptr, out_ptr, cols,
+    N: tl.constexpr, BYTES: tl.constexpr, SCALES_AT: tl.constexpr, TILE: tl.constexpr, COLS: tl.constexpr,
+    ROUND: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over N ranks of the packed row index[t, rank] (negative: none), FP32, in rank order."""
+    t = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((COLS,), tl.float32)
+    for rank in tl.static_range(N):
+        row = tl.load(index_ptr + t * N + rank).to(tl.int64)
+        ok = col < tl.where(row >= 0, cols, 0)
+        code = tl.load(in_ptr + row * BYTES + col, mask=ok, other=0)
+        exponent = tl.load(in_ptr + row * BYTES + SCALES_AT + col // TILE, mask=ok, other=127).to(tl.int32)
+        total += decode_bytes(code, HARDWARE) * (exponent << 23).to(tl.float32, bitcast=True)
+    if ROUND:
+        total = round_bf16(total, HARDWARE)
+    tl.store(out_ptr + t * cols + col, total, mask=col < cols)
+
+
 def _power(n: int) -> int:
     return triton.next_power_of_2(n) if n else 0
 
@@ -125,3 +148,16 @@ def unpack(
             INDEXED=index_R is not None, PER_ROW=per_row, LIVE=live_B is not None, ROWS=ROWS, WORDS=WORDS, num_warps=4,
         )  # fmt: skip
     return Quantized(data, scale_inv if form.tile is not None else None, form.tile)
+
+
+def sum_packed(payload_MB: Tensor, form: RowFormat, index_Tn: Tensor, dtype: torch.dtype) -> Tensor:
+    """As payload.sum_packed_ref."""
+    tokens, ranks = index_Tn.shape
+    out = torch.empty(tokens, form.cols, dtype=dtype, device=payload_MB.device)
+    if tokens:
+        cols = min(2048, triton.next_power_of_2(form.cols))
+        _sum_packed[(tokens, triton.cdiv(form.cols, cols))](
+            payload_MB, index_Tn, out, form.cols, N=ranks, BYTES=form.row_bytes, SCALES_AT=form.data_bytes + form.extra,
+            TILE=form.tile[1], COLS=cols, ROUND=dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -10,7 +10,7 @@ from fp8.quantize import quantize_ref
 from fp8.quantized import Quantized
 from fp8.recipe import Spec
 from parallel import payload_kernels as kernels
-from parallel.payload import RowFormat, pack_ref, unpack_ref
+from parallel.payload import RowFormat, pack_ref, sum_packed_ref, unpack_ref
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, marks, randn, same_bytes
 
 pytestmark = marks
@@ -52,3 +52,14 @@ def test_unpack(rows: int, cols: int, form: str, extra: int) -> None:
             assert torch.equal(got.data[:count], want.data[:count])
         else:
             assert same_bytes(got, want, count) and got.scale_inv.t().is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["block", "mx"])
+@pytest.mark.parametrize("rows, cols", CASES)
+def test_sum_packed(rows: int, cols: int, form: str, dtype: torch.dtype) -> None:
+    """E4M3 times a power of two is exact in BF16 and FP32, so sums in one order are equal."""
+    q = rows_of(rows, cols, form)
+    index = torch.randint(-1, rows, (2 * rows + 1, 3), device=DEVICE)
+    got, want = (f(pack_ref(q), RowFormat.of(q), index, dtype) for f in (kernels.sum_packed, sum_packed_ref))
+    assert torch.equal(got, want) and got.dtype == dtype
