@@ -87,9 +87,17 @@ def gemm_nt(
         return _bf16_into(high_precision(a), high_precision(b), out, accumulate)
     else:
         y = gemm_nt_ref(a, b, result_dtype)
-    if out is None:
-        return y
-    return out.add_(y) if accumulate else out.copy_(y)
+    return y if out is None else _take(y, out, accumulate)
+
+
+def _take(y: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+    """out (+)= y; on a GPU at the copy rate, of which torch's mixed-dtype sum reaches half."""
+    if not y.is_cuda or y.dtype != torch.bfloat16 or not out.is_contiguous() or out.dtype not in (torch.float32, torch.bfloat16):
+        return out.add_(y) if accumulate else out.copy_(y)
+    from fp8.gradient_kernels import take  # Triton comes with CUDA builds of torch only
+
+    take(y, out, accumulate)
+    return out
 
 
 def _bf16_into(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Triton kernels behind qk_norm_rope.py. A program takes some tokens of one head.
 
-Shapes: T tokens, H query heads, K key/value heads, d head dimension; the first half of it rotates. A head is loaded as its quarters,
+Shapes: T tokens, H query heads, K key/value heads, d head dimension; the first half of it rotates. A head is loaded as quarters,
 in one layout: the pairs that rotate together (first and second) meet in one thread, and sums over a head cross no layout.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = ("swiglu", "permute", "rms_norm", "cross_entropy", "embedding", "qk_norm_rope", "route")
+FILES = ("swiglu", "permute", "gradient", "rms_norm", "cross_entropy", "embedding", "qk_norm_rope", "route")
 
 
 def test_kernels_in_the_interpreter() -> None:
