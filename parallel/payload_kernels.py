@@ -94,14 +94,15 @@ def _sum_packed(
 ):  # fmt: skip
     """out[t] = sum over N ranks of the packed row index[t, rank] (negative: none), FP32, in rank order."""
     t = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((COLS,), tl.float32)
+    tile = tl.program_id(1) * (COLS // TILE) + tl.arange(0, COLS // TILE)
+    col = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    total = tl.zeros((COLS // TILE, TILE), tl.float32)
     for rank in tl.static_range(N):
         row = tl.load(index_ptr + t * N + rank).to(tl.int64)
-        ok = col < tl.where(row >= 0, cols, 0)
-        code = tl.load(in_ptr + row * BYTES + col, mask=ok, other=0)
-        exponent = tl.load(in_ptr + row * BYTES + SCALES_AT + col // TILE, mask=ok, other=127).to(tl.int32)
-        total += decode_bytes(code, HARDWARE) * (exponent << 23).to(tl.float32, bitcast=True)
+        there = tl.where(row >= 0, cols, 0)
+        code = tl.load(in_ptr + row * BYTES + col, mask=col < there, other=0)
+        exponent = tl.load(in_ptr + row * BYTES + SCALES_AT + tile, mask=tile * TILE < there, other=127).to(tl.int32)
+        total += decode_bytes(code, HARDWARE) * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
     if ROUND:
         total = round_bf16(total, HARDWARE)
     tl.store(out_ptr + t * cols + col, total, mask=col < cols)
