@@ -25,10 +25,11 @@ from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, E4M3, Recipe
 from fp8.route import select_experts
+from parallel.collectives import rows_of_ranks
 from parallel.grad_auto_scale import add_codes, decode_codes, encode_codes, scale_of
 from parallel.grad_wire import PACKED, pack_tiles, sum_tiles
 from parallel.mesh import build_mesh, close_mesh
-from parallel.payload import RowFormat, pack, unpack
+from parallel.payload import RowFormat, pack, sum_packed, unpack
 from parallel.send_plan import order_ref
 from tools import bench_wire
 from tools.bench_kernels import Timer
@@ -64,6 +65,11 @@ def choose(args: argparse.Namespace, tokens: int, device: torch.device) -> Tenso
     """Expert ids [T, k] of random scores, group-limited as Ling routes."""
     scores = torch.rand(tokens, args.experts, device=device)
     return select_experts(scores, args.groups, args.topk_groups, args.topk)
+
+
+def add_up(packed: Tensor, form: RowFormat, row_Tn: Tensor) -> Tensor | None:
+    """A combine's sum over ranks of packed FP8 rows; nothing for other formats, whose rows carry no scales."""
+    return sum_packed(packed, form, row_Tn, torch.bfloat16) if form.num_scales else None
 
 
 def times(timer: Timer | None, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -109,14 +115,14 @@ def model_dispatch(args: argparse.Namespace, timer: Timer | None, tokens: int, r
             timer,
             {
                 "cast": lambda: quantize(partial, ROW),
-                "back": lambda p=packed, f=wire_form: unpack(p, f).dequantize(torch.bfloat16),
                 "pack": lambda w=wire: pack(w),
                 "sum": lambda: (unpermute_sum(y_RD, perm), sum_rows(partial, row_Tn)),
+                "fp8 sum": lambda p=packed, f=wire_form: (unpermute_sum(y_RD, perm), add_up(p, f, row_Tn)),
             },
         )
-        casts = found["cast"] + found["back"] + found["pack"] if fmt == "fp8" else 0.0
+        casts, summed = (found["cast"] + found["pack"], found["fp8 sum"]) if fmt == "fp8" else (0.0, found["sum"])
         nbytes = away * wire_form.row_bytes
-        legs += [Leg(leg, tokens, ranks, fmt, nbytes, casts, found["sum"]) for leg in ("combine y", "combine dX")]
+        legs += [Leg(leg, tokens, ranks, fmt, nbytes, casts, summed) for leg in ("combine y", "combine dX")]
     return legs
 
 
@@ -132,7 +138,7 @@ def model_tp(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: 
         "unpack": lambda: unpack(all_rows, form),
         "quantize all": lambda: quantize(whole, ROW),
         "pack all": lambda: pack(q_whole),
-        "sum": lambda: unpack(all_rows, form).dequantize().unflatten(0, (ranks, -1)).sum(0).to(torch.bfloat16),
+        "sum": lambda: sum_packed(all_rows, form, rows_of_ranks(len(x), ranks, device), torch.bfloat16),
     }
     found = times(timer, calls)
     others, row = (ranks - 1) * len(x), 2 * args.hidden
@@ -146,8 +152,8 @@ def model_tp(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: 
             ranks,
             "fp8",
             others * form.row_bytes,
-            found["quantize all"] + found["sum"],
-            found["pack all"],
+            found["quantize all"],
+            found["pack all"] + found["sum"],
         ),
     ]
 

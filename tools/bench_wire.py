@@ -23,18 +23,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp8.permute import sum_rows, unpermute_sum
+from fp8.permute import unpermute_sum
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.route import select_experts
 from fp8.weight import Weight
-from parallel.collectives import all_gather, all_reduce, all_to_all, start_exchange
+from parallel.collectives import all_gather, all_reduce, all_to_all
 from parallel.dispatch import DispatchPlan, combine_rows, dispatch, start_dispatch_rows, start_plan
 from parallel.grad_auto_scale import AutoScale, SharedScaleBucket
 from parallel.grad_wire import OwnerBucket, even_bounds
 from parallel.mesh import Axis, Mesh
-from parallel.payload import pack
+from parallel.payload import RowFormat, pack, sum_packed
 from parallel.shard import Shards
 
 ROW = Recipe.block().wire
@@ -146,12 +146,11 @@ def _combine_leg(timer: WireTimer, y: Tensor, plan: DispatchPlan, fmt: str) -> M
     wire = timer(lambda: all_to_all(packed, axis, "bench", plan.recv, plan.send))
     whole = timer(lambda: combine_rows(y, plan))
     if fmt == "fp8":
-        back = start_exchange(q, axis, "bench", plan.recv, plan.send).wait().dequantize(torch.bfloat16)
+        form = RowFormat.of(q)
 
         def without_casts() -> None:
             unpermute_sum(y, plan.perm)
-            start_exchange(q, axis, "bench", plan.recv, plan.send).wait()
-            sum_rows(back, plan.row_Tn)
+            sum_packed(all_to_all(packed, axis, "bench", plan.recv, plan.send), form, plan.row_Tn, torch.bfloat16)
 
         no_casts = timer(without_casts)
     else:
