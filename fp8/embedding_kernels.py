@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.launch import cdiv
+from fp8.quantize_kernels import INTERPRETED
 
 CHUNK, COLS = 32, 64
 
@@ -20,14 +21,15 @@ CHUNK, COLS = 32, 64
 @triton.jit
 def _token(sorted_ptr, at, count):
     """Sorted token at a position; -1 before the first and -2 after the last, which equal nothing."""
-    token = tl.load(sorted_ptr + at, mask=(at >= 0) & (at < count), other=-1)
+    token = tl.load(sorted_ptr + at, mask=(at >= 0) & (at < count), other=-1).to(tl.int64)
     return tl.where(at >= count, -2, token)
 
 
 @triton.jit
 def _sum_chunks(
-    dy_ptr, sorted_ptr, order_ptr, out_ptr, parts_ptr, count, dim, CHUNK: tl.constexpr, COLS: tl.constexpr
-):
+    dy_ptr, sorted_ptr, order_ptr, out_ptr, parts_ptr, count, dim,
+    CHUNK: tl.constexpr, COLS: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
     """Runs inside a chunk: out[token] += sum. Of a run that began earlier or goes on later: parts[chunk, 0] or parts[chunk, 1]."""
     chunk, cb = tl.program_id(0), tl.program_id(1)
     first, last = chunk * CHUNK, chunk * CHUNK + CHUNK - 1
@@ -36,9 +38,12 @@ def _sum_chunks(
     other = _token(sorted_ptr, first + tl.arange(0, CHUNK), count)
     row = tl.load(order_ptr + i, mask=i < count, other=0)
     ok = (i < count)[:, None] & (col < dim)[None, :]
-    dy = tl.load(dy_ptr + row[:, None] * dim + col[None, :], mask=ok, other=0.0).to(tl.float32)
-    equal = (token[:, None] == other[None, :]).to(tl.float32)
-    total = tl.dot(equal, dy, input_precision="ieee")
+    dy = tl.load(dy_ptr + row[:, None] * dim + col[None, :], mask=ok, other=0.0)
+    equal = token[:, None] == other[None, :]
+    if LOW:  # 0, 1 and BF16 gradients are exact on the tensor cores, which sum in FP32
+        total = tl.dot(equal.to(tl.bfloat16), dy)
+    else:
+        total = tl.dot(equal.to(tl.float32), dy.to(tl.float32), input_precision="ieee")
     is_first = ((i == first) | (before != token)) & (i < count)
     earlier = (i == first) & (before == token)
     later = (token == _token(sorted_ptr, last, count)) & (token == _token(sorted_ptr, last + 1, count))
@@ -76,10 +81,11 @@ def add_rows(out_VD: Tensor, tokens_T: Tensor, dy_TD: Tensor) -> None:
     count, dim = dy_TD.shape
     if count == 0:
         return
-    ordered, order = torch.sort(tokens_T, stable=True)
+    ordered, order = torch.sort(tokens_T.to(torch.int32), stable=True)  # half of the passes that 64 bits take
     chunks = cdiv(count, CHUNK)
     parts = torch.empty((chunks, 2, dim), dtype=torch.float32, device=out_VD.device)
     _sum_chunks[(chunks, cdiv(dim, COLS))](
-        dy_TD.contiguous(), ordered, order, out_VD, parts, count, dim, CHUNK=CHUNK, COLS=COLS, num_warps=4
-    )
+        dy_TD.contiguous(), ordered, order, out_VD, parts, count, dim,
+        CHUNK=CHUNK, COLS=COLS, LOW=dy_TD.dtype == torch.bfloat16 and not INTERPRETED, num_warps=4,
+    )  # fmt: skip
     _join_parts[(chunks, cdiv(dim, 1024))](ordered, out_VD, parts, count, dim, CHUNK=CHUNK, COLS=1024, num_warps=4)

@@ -32,8 +32,8 @@ WORDS = {"h_ptr": "*bf16", "x_ptr": "*bf16", "y_ptr": "*bf16", "w_ptr": "*fp32",
 BF16 = ("d1_ptr", "d2_ptr", "d3_ptr", "dres_ptr", "dh_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "dx_ptr", "cos_ptr", "sin_ptr")
 MANY = dict.fromkeys(BF16, "*bf16")
 CODES = dict.fromkeys(("q_ptr", "hq_ptr", "aq_ptr"), "*u8")
-LIVE = {"live_ptr": "*i32", "live": "*i32"}
-IDS = dict.fromkeys(("ids_ptr", "label_ptr", "row_ptr", "index_ptr", "sorted_ptr", "order_ptr", "counts_ptr"), "*i64")
+LIVE = {"live_ptr": "*i32", "sorted_ptr": "*i32"}
+IDS = dict.fromkeys(("ids_ptr", "label_ptr", "row_ptr", "index_ptr", "order_ptr", "counts_ptr"), "*i64")
 BLOCKS = {"hq_ptr": "*i32", "da_ptr": "*i64", "q_ptr": "*i32", "qt_ptr": "*i32"}
 ON = dict(HARDWARE=True)
 # module, kernel, types that differ from the ones above, compile-time arguments, warps
@@ -49,7 +49,7 @@ CASES = [
     (route_kernels, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, ROWS=8, COUNT=True), 4),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
     (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 8),
-    (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64), 4),
+    (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64, LOW=True), 4),
 ]  # fmt: skip
 
 
