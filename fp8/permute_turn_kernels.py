@@ -77,7 +77,7 @@ def _permute_square(
     w3, s3 = _gather(q_ptr, si_ptr, index_ptr, row + 3, words, word, K)
     w0, w1, w2, w3, inverse = rescaled(w0, w1, w2, w3, s0, s1, s2, s3, HARDWARE)
     tl.store(sit_ptr + cb * tl.num_programs(1) + rb, inverse)
-    t0, t1, t2, t3 = turned_words(w0, w1, w2, w3)
+    t0, t1, t2, t3 = turned_words(w0, w1, w2, w3, HARDWARE)
     store_transposed(qt_ptr, cb, rb, cols, words_t, t0, t1, t2, t3, 32)
 
 
