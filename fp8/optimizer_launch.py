@@ -23,7 +23,9 @@ from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 # ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
-LAUNCH = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16}
+# By format of v. In FP8 two programs fit on a multiprocessor with few spills: one loads while the other works (docs/performance.md).
+LAUNCH = dict.fromkeys(("fp32", "bf16", "fp16"), {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16})
+LAUNCH["fp8"] = {"num_warps": 8, "ROWS": 32, "NEIGHBOURS": 16, "maxnreg": 128}
 SIZE = 1024  # elements of a program that knows no blocks
 OPTIONS = dict(HARDWARE=not INTERPRETED, enable_fp_fusion=False)
 
@@ -62,7 +64,7 @@ class Plan:
         codes = data.view(torch.uint8) if data.element_size() == 1 else data
         self.tensors = (codes, weight_scale, x, x_scale, m, m_scale, v, v_scale)
         formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
-        self.constants = {"WEIGHT": self.stored, **formats, **LAUNCH}
+        self.constants = {"WEIGHT": self.stored, **formats, **LAUNCH[formats["V"]]}
         self.places = list(_places(weight))
 
     def __call__(self, h: Hyper, draw: Draw, grad_scale: Tensor) -> None:

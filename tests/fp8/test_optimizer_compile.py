@@ -17,17 +17,17 @@ from fp8 import optimizer_kernels, optimizer_launch  # noqa: E402
 
 ELEMENT = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8": "*u8"}
 FLOATS = ("beta1", "rest1", "beta2", "rest2", "eps", "decay", "step_size", "rsqrt_correction2")
-# master, m, v, gradient; instructions an element and spilled words a thread that the last measured version had, and some more
+# master, m, v, gradient; instructions an element that the version last measured had, and a few more
 CASES = {
-    "lean": ("fp16", "fp8", "fp8", "bf16", 66),
-    "fp8_lm": ("fp16", "fp8", "fp16", "bf16", 66),
+    "lean": ("fp16", "fp8", "fp8", "bf16", 61),
+    "fp8_lm": ("fp16", "fp8", "fp16", "bf16", 63),
     "fp32": ("fp32", "fp32", "fp32", "fp32", 44),
 }
 
 
 def compiled(case: str) -> object:
     master, m, v, grad, _ = CASES[case]
-    kernel, launch = optimizer_kernels.update_blocks, dict(optimizer_launch.LAUNCH)
+    kernel, launch = optimizer_kernels.update_blocks, dict(optimizer_launch.LAUNCH[v])
     constants = {"MASTER": master, "M": m, "V": v, "WEIGHT": "fp8", "HARDWARE": True}
     constants |= {key: launch.pop(key) for key in ("ROWS", "NEIGHBOURS")}
     types = {"grad_ptr": ELEMENT[grad], "x_ptr": ELEMENT[master], "m_ptr": ELEMENT[m], "v_ptr": ELEMENT[v], "weight_ptr": "*u8"}
@@ -47,10 +47,7 @@ def test_instructions_an_element_and_spills(case: str, tmp_path: Path) -> None:
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     sass = subprocess.run([nvdisasm, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*)", sass, re.M)
-    elements = 128 * 128 / (32 * optimizer_launch.LAUNCH["num_warps"])
+    elements = 128 * 128 / (32 * optimizer_launch.LAUNCH[CASES[case][2]]["num_warps"])
     assert len(lines) / elements <= CASES[case][-1]
-    assert sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines) / elements <= SPILLS
+    assert sum(bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines) / elements <= 1  # registers are capped
     assert any("LDG.E.128" in line for line in lines), "no 16-byte load"
-
-
-SPILLS = 0.0
