@@ -23,7 +23,7 @@ from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 # ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
-# By format of v. In FP8 two programs fit on a multiprocessor with few spills: one loads while the other works (docs/performance.md).
+# By format of v. In FP8 two programs fit on a multiprocessor with few spills: one loads while the other works.
 LAUNCH = dict.fromkeys(("fp32", "bf16", "fp16"), {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16})
 LAUNCH["fp8"] = {"num_warps": 8, "ROWS": 32, "NEIGHBOURS": 16, "maxnreg": 128}
 SIZE = 1024  # elements of a program that knows no blocks
