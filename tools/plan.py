@@ -154,6 +154,11 @@ def describe_model(config: Config, states: States) -> list[str]:
     ]
 
 
+def _kept_by_stage(config: Config, plan: Plan) -> str:
+    found = [planned_memory(config, replace(plan.layout, stage=stage), plan.states).kept for stage in STAGES]
+    return ", ".join(f"{sum(kept.values()) / GB:,.1f}" for kept in found)
+
+
 def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
     """Memory, wire and time of one plan."""
     batch = plan.speed.tokens // config.data.seq_len
@@ -165,6 +170,7 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
         *([f"               train.global_batch={batch}, so that it divides"] if batch != config.train.global_batch else []),
         f"memory, GB     static: {_gb(m.static)}",
         f"               kept activations (stage {layout.stage}): {_gb(m.kept)}",
+        f"               kept under stage 0 to 4: {_kept_by_stage(config, plan)}",
         f"               working, the largest counts: {_gb(m.working)}",
         *([f"               optimizer states in host memory: {m.host / GB:,.1f}"] if m.host else []),
         f"               peak {m.peak / GB:,.1f} + {OVERHEAD_BYTES / GB:.1f} context and fragments + {MARGIN:.0%} spare, "

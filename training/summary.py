@@ -47,7 +47,8 @@ def describe(config: Config, world_size: int) -> str:
         f"ranks             {world_size} = dp {dp} x tp {config.parallel.tp}, ep {config.parallel.ep}; "
         f"{micro_batches} micro-batches of {config.train.micro_batch} a step on each",
         "bytes/parameter   " + " + ".join(f"{value:g} {name}" for name, value in held.items())
-        + f" = {sum(held.values()):g}; {stored * sum(held.values()) / 1e9:,.1f} GB over all ranks",
+        + f" = {sum(held.values()):g}; {stored * sum(held.values()) / 1e9:,.1f} GB over one set of ranks; "
+        "a rank's memory and time: python -m tools.plan --config ...",
     ]  # fmt: skip
     if config.model == ModelConfig():
         size = f"{counts['total']:,} parameters"
