@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fp8.health import Health
 from fp8.optimizer import AdamW
 from fp8.recipe import Recipe
 from fp8.weight import weights
@@ -55,3 +56,24 @@ def test_replayed_training_is_the_eager_one() -> None:
     assert losses == eager_losses
     for name, data in eager.items():
         assert torch.equal(data, replayed[name]), name
+
+
+def test_what_is_not_replayed() -> None:
+    """Determinism, documents, a measured step, another device: the host has something to do, or the promise could not be kept."""
+    with torch.device("cuda"):
+        model = Transformer(CONFIG, Recipe.block(), Mesh.solo())
+    graph, tokens = GraphedMicroBatch(model, Mesh.solo()), torch.zeros(2, 256, dtype=torch.int64, device="cuda")
+    assert graph.takes(tokens, None)
+    assert not graph.takes(tokens, torch.tensor([0, 512], dtype=torch.int32, device="cuda"))
+    assert not graph.takes(tokens.cpu(), None)
+    model.head.health = Health()
+    assert not graph.takes(tokens, None)
+    model.head.health = None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not graph.takes(tokens, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert graph.takes(tokens, None)
+    model.eval()
+    assert not graph.takes(tokens, None)
