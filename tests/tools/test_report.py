@@ -14,10 +14,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tools import report
+from tools import report, report_figures
 from tools.report_data import differences, gap, parse_lines, read_run, read_runs, smooth
+from tools.wandb_workspace import plots
 from training.errors import UserError, exit_status
-from training.panels import PANELS
+from training.panels import PANELS, Panel
 
 LAYERS, EXPERTS = 3, 8
 
@@ -90,6 +91,19 @@ def test_a_run_without_details_still_has_its_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert call(tmp_path, "--out", tmp_path / "out") == 0
     assert re.findall(r'<section id="(\w+)"', (tmp_path / "out/report.html").read_text()) == ["summary", "loss"]
+
+
+def test_a_panel_of_ones_own_is_in_the_report_and_in_wandbs_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/forking.md says: a Panel, and a name in DRAW."""
+    own = Panel("rms", "Mine", "Size of the hidden states", "Root mean square.", ("head/rms",), "RMS")
+    monkeypatch.setattr("tools.report_figures.PANELS", (*PANELS[:1], own))
+    monkeypatch.setattr("tools.wandb_workspace.PANELS", (*PANELS[:1], own))
+    monkeypatch.setitem(report_figures.DRAW, "rms", report_figures.lines)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "head/rms": 1.5}\n{"step": 2, "head/rms": 1.25}\n')
+    assert call(tmp_path) == 0
+    page = (tmp_path / "report/report.html").read_text()
+    assert re.findall(r'<section id="(\w+)"', page) == ["summary", "loss", "rms"] and "Root mean square." in page
+    assert plots()["Mine"] == [{"title": "Size of the hidden states", "unit": "RMS", "keys": ["head/rms"]}]
 
 
 @pytest.mark.usefixtures("one_panel")
