@@ -153,6 +153,9 @@ def test_levels_are_presets_that_single_keys_override() -> None:
     assert formats("fp8.level=O2") == formats("fp8.level=O3") == (PRESETS["fp8_lm"], "bf16")
     assert formats("fp8.level=O2", "optim.states=lean", "optim.grad_dtype=fp32") == (PRESETS["lean"], "fp32")
     assert formats("optim.states=lean", "optim.exp_avg_sq=bf16")[0] == States("fp16", "fp8", "bf16")
+    for level in ("O1", "O2", "O3"):  # FP8 on the wire, sharded states and FP8 weight gathers are defaults that no level takes away
+        parallel = load_config(str(ROOT / "configs/tiny.yaml"), [f"fp8.level={level}"]).parallel
+        assert (parallel.grad_wire, parallel.zero) == ("auto", 1)
 
 
 def test_the_fp32_reference_takes_no_low_bit_states() -> None:
