@@ -24,7 +24,7 @@ from fp8.recipe import BLOCK, E4M3
 from fp8.weight import Weight
 from parallel.grad_auto_scale import AutoScale, add_codes, decode_codes, encode_codes, num_saturated, scale_of
 from parallel.grad_reduce import GradReducer
-from parallel.grad_wire import SENT, SUMMED, pack_tiles, sum_tiles
+from parallel.grad_wire import SENT, SUMMED, pack_tiles, sum_tiles, weight_parts
 from parallel.mesh import Mesh
 
 
@@ -79,13 +79,13 @@ class SimulatedSums:
 
     def _rounded(self, weight: Weight, value: Tensor, stream: int, rank: int) -> Tensor:
         """In tiles of 128 that begin where the weight does, as in a bucket."""
-        n, words = value.numel(), None
-        if self.stochastic:
-            words = weight_words(replace(weight.gradient_draw(rank), stream=stream), weight).view(-1)
-            words = pad(words, (0, -n % BLOCK))
-        packed = pack_tiles(pad(value.reshape(-1), (0, -n % BLOCK)), words)
-        arrived = torch.empty(packed.shape[0] * BLOCK, device=value.device)
-        sum_tiles(packed, 1, arrived)
+        n, flat = value.numel(), value.reshape(-1)
+        arrived = torch.empty(-(-n // BLOCK) * BLOCK, device=value.device)
+        for first, last, part in weight_parts(weight) if self.stochastic else [(0, arrived.numel(), weight)]:
+            words, gap = None, last - min(last, n)
+            if self.stochastic:
+                words = pad(weight_words(replace(weight.gradient_draw(rank), stream=stream), part).view(-1), (0, gap))
+            sum_tiles(pack_tiles(pad(flat[first:last], (0, gap)), words), 1, arrived[first:last])
         return arrived[:n].view(value.shape)
 
 

@@ -12,14 +12,16 @@ Shapes: flat [F] a bucket's gradients one behind the other, each weight from a m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from fp8.optimizer import chunks
 from fp8.philox import weight_words
 from fp8.quantize import column_major, quantize
 from fp8.quantized import Quantized
@@ -29,6 +31,7 @@ from fp8.weight import Weight
 from parallel.collectives import Pending, start_all_gather, start_all_to_all
 from parallel.mesh import Axis
 from parallel.payload import RowFormat, pack, unpack
+from parallel.shell import Shell
 from parallel.traffic import FORMAT_NAMES
 
 KIND = "gradients"
@@ -36,6 +39,7 @@ TILES = Spec("e4m3", (1, BLOCK), "block")
 PACKED = RowFormat(E4M3, BLOCK, TILES.tile)  # a tile on the wire: 128 codes, the exponent of their scale, padding
 # Philox streams (0 and 1 are the optimizer's, fp8/philox.py): what a rank sends, and what an owner sends on
 SENT, SUMMED = 2, 3
+PART = 1 << 23  # elements that are rounded stochastically at a time: the unfused passes need some 60 bytes each
 
 
 def starts_of(weights: Sequence[Weight], unit: int = BLOCK) -> list[int]:
@@ -53,13 +57,15 @@ def quantize_tiles(x_F: Tensor, word_F: Tensor | None = None) -> Quantized:
         word_F: random words to round by; None rounds to nearest.
     """
     x_T = x_F.view(-1, BLOCK).float()
-    x_T = torch.where(x_T.isfinite(), x_T, float("nan"))
     if word_F is None:
+        x_T = torch.where(x_T.isfinite(), x_T, float("nan"))
         wide = 16 if len(x_T) % 16 == 0 else 1  # tiles in a row: a CUDA grid has no room for 4M rows
         q = quantize(x_T.view(-1, wide * BLOCK), TILES)
         return Quantized(q.data.view(-1, BLOCK), q.scale_inv.reshape(-1, 1), TILES.tile)
-    parts = CODECS["exp_avg"]["fp8"].encode(x_T, word_F.view(-1, BLOCK))
-    return Quantized(parts["data"], column_major(pow2(parts["scale"].long() - 127)), TILES.tile)
+    fine = x_T.isfinite()  # the codec is the optimizer's, which meets nothing else
+    parts = CODECS["exp_avg"]["fp8"].encode(torch.where(fine, x_T, 0.0), word_F.view(-1, BLOCK))
+    data = torch.where(fine, parts["data"].view(torch.uint8), 0x7F).view(E4M3)
+    return Quantized(data, column_major(pow2(parts["scale"].long() - 127)), TILES.tile)
 
 
 def _kernels(t: Tensor) -> ModuleType | None:
@@ -142,7 +148,7 @@ class OwnerBucket:
                 weight.main_grad = None
         send = [end - start for start, end in pairwise(self.bounds)]
         if self.wire == "fp8":
-            on_wire = pack_tiles(self.flat, self._words(SENT, self.axis.rank + self.round * self.axis.size))
+            on_wire = self._pack(self.flat, 0, SENT, self.axis.rank + self.round * self.axis.size)
             send = [elements // BLOCK for elements in send]
         else:
             on_wire = self.flat.to(FORMATS[self.wire])
@@ -159,10 +165,9 @@ class OwnerBucket:
         arrived, self._arriving, self._sent = self._arriving.wait(), None, None
         if self.shared:
             low, high = self.bounds[self.axis.rank], self.bounds[self.axis.rank + 1]
-            total, words = torch.empty(high - low, device=arrived.device), self._words(SUMMED, 0)
+            total = torch.empty(high - low, device=arrived.device)
             self._add_up(arrived, total)
-            on_wire = pack_tiles(total, None if words is None else words[low:high])
-            self._returning = start_all_gather(on_wire, self.axis, KIND, self._format)
+            self._returning = start_all_gather(self._pack(total, low, SUMMED, 0), self.axis, KIND, self._format)
         else:
             self._add_up(arrived, self.own, add=self.round > 0)
 
@@ -183,14 +188,30 @@ class OwnerBucket:
     def _format(self) -> str:
         return FORMAT_NAMES[E4M3 if self.wire == "fp8" else FORMATS[self.wire]]
 
-    def _words(self, stream: int, rank: int) -> Tensor | None:
-        if not self.stochastic or self.wire != "fp8":
-            return None
-        words = torch.zeros(self.flat.shape, dtype=torch.int64, device=self.flat.device)
+    def _pack(self, values: Tensor, low: int, stream: int, rank: int) -> Tensor:
+        """Packed tiles of `values`, which are those of the bucket from `low` on; random words are drawn for some rows at a time."""
+        if not self.stochastic:
+            return pack_tiles(values)
+        high, packed = low + values.numel(), []
         for weight, start in zip(self.weights, starts_of(self.weights), strict=False):
             draw = replace(weight.gradient_draw(rank), stream=stream)
-            words[start : start + weight.numel] = weight_words(draw, weight).view(-1)
-        return words
+            for first, last, part in weight_parts(weight):
+                a, b = max(start + first, low), min(start + last, high)
+                if a < b:
+                    words = pad(weight_words(draw, part).view(-1), (0, last - first - part.numel))
+                    packed.append(pack_tiles(values[a - low : b - low], words[a - start - first : b - start - first]))
+        padding = values[max(starts_of(self.weights)[-1] - low, 0) :]
+        return torch.cat([*packed, pack_tiles(padding)])
+
+
+def weight_parts(weight: Weight) -> Iterator[tuple[int, int, Weight]]:
+    """(first element, end, Weight) of parts of about PART elements, from and to multiples of 128."""
+    each = weight.numel // weight.data.shape[0]
+    parts = list(chunks(weight.data.shape, PART))
+    if any(rows.start * each % BLOCK for rows in parts):
+        parts = [slice(0, weight.data.shape[0])]
+    for rows in parts:
+        yield rows.start * each, -(-rows.stop * each // BLOCK) * BLOCK, weight if len(parts) == 1 else Shell.of(weight, rows)
 
 
 def sum_of_ranks(arrived: Quantized | Tensor, size: int) -> Tensor:

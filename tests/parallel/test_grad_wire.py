@@ -13,9 +13,10 @@ from fp8.philox import Draw, random_words
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.weight import Piece, Weight, weights
+from parallel import grad_wire
 from parallel.grad_reduce import GradReducer, global_grad_norm
-from parallel.grad_wire import quantize_tiles, sum_of_ranks
-from parallel.mesh import Mesh, build_mesh
+from parallel.grad_wire import SENT, OwnerBucket, even_bounds, pack_tiles, quantize_tiles, sum_of_ranks, weight_parts
+from parallel.mesh import Axis, Mesh, build_mesh
 from tests.helpers import run_ranks
 from tests.parallel.layouts import bits
 
@@ -115,6 +116,23 @@ def fp8_reductions(rank: int, size: int, stochastic: bool) -> dict[str, Any]:
     reducer.finish()
     seen["norm"] = global_grad_norm(named, mesh).item()
     return seen
+
+
+def test_random_words_do_not_depend_on_how_much_is_rounded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices, stacks, a vector shorter than a tile; the whole bucket and an owner's part of it."""
+    fp32 = Recipe.fp32()
+    bag = [Weight(640, 24, recipe=fp32), Weight(5, 32, 16, recipe=fp32), Weight(100, recipe=fp32), Weight(3, 5, 7, recipe=fp32)]
+    AdamW([(str(i), w) for i, w in enumerate(bag)], seed=3)
+    bucket = OwnerBucket(Axis(None, 0, 2), bag, even_bounds(2, 144), stochastic=True)
+    flat = torch.randn(bucket.bounds[-1], generator=torch.Generator().manual_seed(0))
+    found = []
+    for part in (1 << 23, 1 << 9):
+        monkeypatch.setattr(grad_wire, "PART", part)
+        found.append((bucket._pack(flat, 0, SENT, 1), bucket._pack(flat[640:9344], 640, SENT, 1)))
+    assert len(list(weight_parts(bag[0]))) == 5 and len(list(weight_parts(bag[1]))) == 5
+    (whole, own), (parts, own_parts) = found
+    assert torch.equal(whole, parts) and torch.equal(own, own_parts) and torch.equal(own, whole[5:73])
+    assert len(whole) == 144 and not torch.equal(whole, pack_tiles(flat))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["nearest", "stochastic"])
