@@ -87,6 +87,7 @@ class Group:
     cuts: list[list[int]]
     shells: list[Shell | None] = field(init=False)
     _pending: dict[torch.dtype, Pending] = field(default_factory=dict, repr=False)
+    _views: dict[tuple[int, torch.dtype], tuple[tuple[int, ...], list[Tensor]]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         own = [slice(*cut[self.axis.rank : self.axis.rank + 2]) for cut in self.cuts]
@@ -107,7 +108,15 @@ class Group:
         return found
 
     def parts(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
-        """The bytes of a rank's part of the weights of a format, as views of them."""
+        """The bytes of a rank's part of the weights of a format, as views of them: made anew only where a weight has moved."""
+        own = [w for w in self.weights if w.data.dtype == dtype]
+        here = tuple(t.data_ptr() for w in own for t in (w.data, w.scale_inv) if t is not None)
+        known = self._views.get((rank, dtype))
+        if known is None or known[0] != here:
+            known = self._views[rank, dtype] = here, self._parts(rank, dtype)
+        return known[1]
+
+    def _parts(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
         found = []
         for weight, cut in zip(self.weights, self.cuts, strict=True):
             rows = slice(cut[rank], cut[rank + 1])
