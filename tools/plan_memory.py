@@ -24,6 +24,8 @@ from parallel.mesh import Axis, Mesh
 BUCKET_BYTES = 64 << 20  # parallel/grad_reduce.py
 # CUDA context, cuBLAS workspaces and what the caching allocator cannot fill: measured as reserved minus allocated, plus context.
 OVERHEAD_BYTES = 2 << 30
+# Working memory when no activation is kept: states that visit the GPU; new weights of all owners on their way, all sent at once
+AFTER_STEP = ("optimizer", "weight gather")
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class Memory:
     @property
     def peak(self) -> int:
         """Largest sum alive at once, as the allocator counts it."""
-        step = max((v for k, v in self.working.items() if k != "optimizer"), default=0)
-        alive = max(sum(self.kept.values()) + step, self.working.get("optimizer", 0))
-        return sum(self.static.values()) + alive
+        step = max((v for k, v in self.working.items() if k not in AFTER_STEP), default=0)
+        after = max((self.working.get(k, 0) for k in AFTER_STEP), default=0)
+        return sum(self.static.values()) + max(sum(self.kept.values()) + step, after)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -255,7 +257,11 @@ def memory(
         own = 4 * count[f"{kind} parameters"] // size  # owners' sums, in FP32
         held["gradients"] += own if layout.zero == 2 and size > 1 else count[f"{kind} gradients"]
     held["communication"] = communication_buffers(c, layout, seq_len, gradients)
-    return Memory(held, kept(c, recipe, layout, seq_len, hidden), working(c, recipe, layout, seq_len, hidden))
+    short = working(c, recipe, layout, seq_len, hidden)
+    if layout.zero:
+        parts = {kind: count[f"{kind} weights"] * (size + 1) // size for kind, size in shards.items() if size > 1}
+        short["weight gather"] = sum(parts.values())  # what is sent, and what arrives
+    return Memory(held, kept(c, recipe, layout, seq_len, hidden), short)
 
 
 def local_parameters(c: ModelConfig, recipe: Recipe, states: States, layout: Layout) -> dict[str, int]:

@@ -63,7 +63,7 @@ PANELS = (
         (r"load/.+/max_over_mean",), "busiest expert / mean", "heat", "load/over_time",
     ),
     Panel(
-        "experts", "Experts", "Expert load by expert", "Tokens of each expert over the mean of its layer: early, midway, last.", (),
+        "experts", "Experts", "Expert load by expert", "Tokens of each expert over the mean of its layer: 1 is even.", (),
         "tokens / mean", "heat", "load/by_expert",
     ),
     Panel(

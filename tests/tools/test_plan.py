@@ -115,6 +115,15 @@ def test_memory_falls_along_the_stages_and_with_sharding() -> None:
     assert sharded < whole / 3.9  # edp 4, dp 8
 
 
+def test_new_weights_on_their_way_count_where_little_else_is_alive() -> None:
+    """All groups are sent at once (parallel/shard.py): under stage 4 that is more than what layers keep."""
+    mini = ModelConfig(num_nextn_predict_layers=1)
+    made = memory(mini, Recipe.block(), FP32, Layout(8, stage=4, zero=1), 512)
+    assert made.working["weight gather"] == pytest.approx(made.static["weights"] * 9 / 8, rel=1e-3)
+    assert made.peak == sum(made.static.values()) + made.working["weight gather"]
+    assert "weight gather" not in memory(mini, Recipe.block(), FP32, Layout(1), 512).working
+
+
 @pytest.fixture(scope="module")
 def big() -> Config:
     one_rank = "train.global_batch=18144", "train.micro_batch=1", "parallel.tp=1", "parallel.ep=1"
