@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fp8.optimizer import AdamW, grad_norm_squared
+from fp8.grad_norm import grad_norm_squared
+from fp8.optimizer import AdamW
 from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.config import ModelConfig

@@ -37,7 +37,8 @@ torch.cuda.synchronize()
 def test_the_flight_recorder_writes_when_a_rank_hangs(tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text(HANG)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "hang.py")]
-    env = {**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": paths}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode != 0
     trace = pickle.loads((tmp_path / "nccl_trace_rank_0").read_bytes())  # our own
