@@ -13,7 +13,12 @@ ROW = Spec("e4m3", (1, BLOCK), "block")  # what the fused kernels write: E4M3, o
 
 def fuses_activation(x: Tensor, weight: Weight) -> bool:
     """Whether a kernel may quantise x for `weight` while it makes x."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and weight.recipe.activation == ROW and not weight.is_watched
+    return x.is_cuda and fuses_format(x.dtype, weight)
+
+
+def fuses_format(dtype: torch.dtype, weight: Weight) -> bool:
+    """`fuses_activation` of values of this dtype on a GPU."""
+    return dtype == torch.bfloat16 and weight.recipe.activation == ROW and not weight.is_watched
 
 
 def fuses_gradient(dy: Tensor, weight: Weight) -> bool:

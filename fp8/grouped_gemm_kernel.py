@@ -10,7 +10,8 @@ Shapes: R rows of tokens (groups padded to 128, in expert order), E experts, N a
 One CTA per multiprocessor walks over output tiles of 128 x 256 (or 128). Its warps: two consumer warpgroups with 64 rows each;
 a warp that loads operands by TMA into a ring of stages; a warp that stores finished chunks; when accumulating, a warp that loads
 the old output. A 128x256 tile needs a quarter less L2-to-shared traffic than 128x128, and that traffic is near its limit.
-The row blocks in use are counted on the device: the host never waits, and rows past the last group are never read.
+The row blocks in use are counted on the device: the host never waits, and rows past the last group are never read. With QUANTIZE
+consumers make E4M3 with 1x128 tiles of their sums.
 
 A trap of the compiler (triton 3.6): a variable carried through a loop whose only use is to bound an inner loop stays at its first
 value. Bounds of inner loops are therefore loaded inside the iteration that uses them.
@@ -126,8 +127,7 @@ def _load_output(
 @gluon.jit
 def _store_output(
     descs, c_ring, groups, sizes,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, C_WIDTH: gl.constexpr,
-    C_BUFS: gl.constexpr,
+    WGRAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr,
 ):  # fmt: skip
     """Storing warp: sends finished chunks out and hands their buffers back, so that no consumer waits for a store to drain."""
     a_desc, sa_desc, b_desc, c_desc = descs
@@ -184,6 +184,17 @@ def _emit(acc, c_ring, chunk, WG: gl.constexpr, ADD: gl.constexpr, C_WIDTH: gl.c
 
 
 @gluon.jit
+def _scaled(acc, si_ptr):
+    """64 rows of sums as BF16, each times the power of two that quantize.py gives it; the inverses are stored."""
+    acc = acc.to(gl.bfloat16).to(gl.float32)
+    bits = gl.max(acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    exponent = gl.maximum((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32), -126)
+    exponent = gl.where((bits > 0) & (bits < 0x7F800000), exponent, 0)  # 120 at most
+    gl.store(si_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout)), ((127 + exponent) << 23).to(gl.float32, bitcast=True))
+    return acc * gl.expand_dims(((127 - exponent) << 23).to(gl.float32, bitcast=True), 1)
+
+
+@gluon.jit
 def _promote(acc, raw, scale):
     """acc + raw * scale of each row: one FFMA an element, whatever the compiler's default for fusing them is."""
     return gl.fma(raw, gl.expand_dims(scale, 1), acc)
@@ -191,9 +202,8 @@ def _promote(acc, raw, scale):
 
 @gluon.jit
 def _consume(
-    sb_ptr, ring, c_ring, groups, sizes,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, WG: gl.constexpr,
+    sb_ptr, sc_ptr, ring, c_ring, groups, sizes, WGRAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, QUANTIZE: gl.constexpr, WG: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: 64 rows of the tile, one 64x128 product at a time, summed in FP32 outside the tensor core."""
     a_ring, sa_ring, b_ring, full, empty = ring
@@ -235,6 +245,9 @@ def _consume(
                     mbarrier.arrive(empty.index(stage))
                     acc1 = _promote(acc1, raw, sa * sb1)
                 it += 1
+            if QUANTIZE:
+                sc = sc_ptr + (c_col // 128).to(gl.int64) * a_rows + (c_row + 64 * WG)
+                acc0, acc1 = _scaled(acc0, sc), _scaled(acc1, sc + a_rows)
             chunk = _emit(acc0, c_ring, chunk, WG, ADD, C_WIDTH, C_BUFS)
             if HALVES == 2:
                 chunk = _emit(acc1, c_ring, chunk, WG, ADD, C_WIDTH, C_BUFS)
@@ -243,10 +256,9 @@ def _consume(
 # Sizes are not specialised on: a kernel compiled for one buffer serves every other.
 @gluon.jit(do_not_specialize=["num_experts", "m_tiles", "n_tiles", "n_size", "a_rows", "b_blocks", "k_blocks"])
 def grouped_gemm_kernel(
-    a_desc, sa_desc, b_desc, sb_ptr, c_desc, counts, ends, order, block_expert,
-    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks,
-    WGRAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, num_warps: gl.constexpr,
+    a_desc, sa_desc, b_desc, sb_ptr, c_desc, sc_ptr, counts, ends, order, block_expert,
+    num_experts, m_tiles, n_tiles, n_size, a_rows, b_blocks, k_blocks, WGRAD: gl.constexpr, ADD: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, C_WIDTH: gl.constexpr, C_BUFS: gl.constexpr, QUANTIZE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * 2, 64, 128], a_desc.layout)
     sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES * 2, 64], sa_desc.layout)
@@ -273,16 +285,16 @@ def grouped_gemm_kernel(
     # Written out: a tuple bound to a name loses its constexprs.
     if ADD:
         gl.warp_specialize([
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, 0)),
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, 1)),
+            (_consume, (sb_ptr, sc_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, QUANTIZE, 0)),
+            (_consume, (sb_ptr, sc_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, QUANTIZE, 1)),
             (_load_operands, (descs, ring, groups, sizes, WGRAD, ADD, HALVES, STAGES)),
             (_store_output, (descs, c_ring, groups, sizes, WGRAD, ADD, HALVES, C_WIDTH, C_BUFS)),
             (_load_output, (descs, c_ring, groups, sizes, WGRAD, HALVES, C_WIDTH, C_BUFS)),
         ], [4, 1, 1, 1], [232, 40, 40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, 0)),
-            (_consume, (sb_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, 1)),
+            (_consume, (sb_ptr, sc_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, QUANTIZE, 0)),
+            (_consume, (sb_ptr, sc_ptr, ring, c_ring, groups, sizes, WGRAD, ADD, HALVES, STAGES, C_WIDTH, C_BUFS, QUANTIZE, 1)),
             (_load_operands, (descs, ring, groups, sizes, WGRAD, ADD, HALVES, STAGES)),
             (_store_output, (descs, c_ring, groups, sizes, WGRAD, ADD, HALVES, C_WIDTH, C_BUFS)),
         ], [4, 1, 1], [232, 40, 40])  # fmt: skip

@@ -47,6 +47,7 @@ TILES = {
 }
 NARROW = {torch.bfloat16: Tile(1, 5, 128, 2), torch.float32: Tile(1, 4, 128, 1)}  # N % 256 == 128
 LONG_ADD_FP32 = Tile(2, 3, 64, 2)
+QUANTIZING = Tile(2, 4, 128, 2)  # forward with an E4M3 output
 
 
 @functools.cache
@@ -63,8 +64,14 @@ def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, block, _layout(8 * t.element_size(), t.dim()))
 
 
-def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: bool, add: bool, tile: Tile) -> None:
-    """Runs the kernel on `out_MN` [rows, columns] with `b` as stacked rows; see the module docstring for the operands."""
+def _launch(
+    a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: bool, add: bool, tile: Tile, scales: Tensor | None = None
+) -> None:
+    """Runs the kernel on `out_MN` [rows, columns] with `b` as stacked rows; see the module docstring for the operands.
+
+    Args:
+        scales: inverse scales of an E4M3 output, [rows, columns / 128], column-major.
+    """
     assert a.tile == (1, BLOCK) and b.tile == (BLOCK, BLOCK), f"tiles {a.tile} and {b.tile}"
     assert a.data.is_contiguous() and b.data.is_contiguous() and out_MN.is_contiguous()
     assert a.scale_inv.stride(0) == 1 and b.scale_inv.is_contiguous(), "scales of A are column-major, of B row-major"
@@ -76,12 +83,12 @@ def _launch(a: Quantized, b: Quantized, out_MN: Tensor, groups: Groups, wgrad: b
         _descriptor(a.data, [HALF, BLOCK]),
         _descriptor(a.scale_inv.t().reshape(-1), [HALF]),
         _descriptor(b.data.view(-1, k_size), [BLOCK, BLOCK]),
-        b.scale_inv, _descriptor(out_MN, [HALF, tile.width]),
+        b.scale_inv, _descriptor(out_MN, [HALF, tile.width]), b.scale_inv if scales is None else scales,
         groups.counts_E, groups.ends_E, groups.order_E if wgrad else groups.counts_E, groups.block_expert_B,
         groups.num_experts, a_rows // BLOCK, triton.cdiv(columns, BLOCK * tile.halves), n_size, a_rows,
         triton.cdiv(n_size, BLOCK), k_size // BLOCK,
         WGRAD=wgrad, ADD=add, HALVES=tile.halves, STAGES=tile.stages,
-        C_WIDTH=tile.width, C_BUFS=tile.buffers, num_warps=4,
+        C_WIDTH=tile.width, C_BUFS=tile.buffers, QUANTIZE=scales is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -105,6 +112,16 @@ def grouped_gemm_nt_sm90(
         tile = NARROW[dtype] if n_size % (2 * BLOCK) == BLOCK else TILES["nt", dtype, False]
     _launch(a, b, out, groups, False, False, tile)
     return out
+
+
+def grouped_gemm_quantized_sm90(a: Quantized, b: Quantized, groups: Groups, tile: Tile | None = None) -> Quantized:
+    """`grouped_gemm_nt_sm90`, its BF16 output quantised to E4M3 with 1x128 tiles: N a multiple of 256."""
+    rows, n_size = groups.max_rows, b.shape[1]
+    assert n_size % (2 * BLOCK) == 0, f"N = {n_size} is not a multiple of {2 * BLOCK}"
+    out = torch.empty(rows, n_size, dtype=torch.float8_e4m3fn, device=a.device)
+    scales = torch.empty_strided((rows, n_size // BLOCK), (1, rows), dtype=torch.float32, device=a.device)
+    _launch(a, b, out, groups, False, False, tile or QUANTIZING, scales)
+    return Quantized(out, scales, (1, BLOCK))
 
 
 def grouped_wgrad_sm90(

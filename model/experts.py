@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation
-from fp8.grouped_gemm import clear_unused, grouped_gemm_nt, grouped_wgrad
+from fp8.fused import fuses_format
+from fp8.grouped_gemm import (
+    Groups,
+    clear_unused,
+    grouped_gemm_nt,
+    grouped_gemm_quantized,
+    grouped_wgrad,
+    quantizes_output,
+)
 from fp8.quantize import requantize_t, transpose
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
@@ -71,6 +79,19 @@ class _Call:
         return explained(f"{self.name}, {local} experts of ep rank {axis.rank}", rows, row_bytes)
 
 
+def _activate(
+    rows_q: Quantized, w_R: Tensor, w1: Weight, w2: Weight, groups: Groups, dtype: torch.dtype
+) -> tuple[Quantized, Quantized]:
+    """(x . w1^T as it is stored [R, 2f], SwiGLU of those bytes times the routing weight [R, f])."""
+    if fuses_format(dtype, w2) and quantizes_output(rows_q, w1.q):
+        h_q = grouped_gemm_quantized(rows_q, w1.q, groups)
+        return h_q, quantize_swiglu(h_q, w_R, w2, dtype, groups.block_expert_B)
+    h_R2f = grouped_gemm_nt(rows_q, w1.q, groups, dtype)
+    if w2.is_watched:
+        clear_unused(h_R2f, groups)
+    return quantize_pre_activation(h_R2f, w_R, w2, groups.block_expert_B)
+
+
 def _keep_for_wgrad(call: _Call, rows_q: Quantized, plan: DispatchPlan) -> Callable[[], Quantized]:
     """Keeps the tokens, or the rows where turning those is cheaper (stage 0 and 1); returns what makes x for wgrad from them."""
     if call.stage < 2 and plan.tokens is not None:
@@ -98,11 +119,7 @@ class _RoutedExperts(torch.autograd.Function):
         x, w1, w2, stash, name = call.x, call.w1, call.w2, call.stash, call.name
         rows_q, w_R, plan = dispatch(x.q, weights_Tk, call.start)
         groups, dtype = plan.perm.groups, carrier_TD.dtype
-        h_R2f = grouped_gemm_nt(rows_q, w1.q, groups, dtype)
-        if w2.is_watched:
-            clear_unused(h_R2f, groups)
-        h_q, a_q = quantize_pre_activation(h_R2f, w_R, w2, groups.block_expert_B)
-        del h_R2f
+        h_q, a_q = _activate(rows_q, w_R, w1, w2, groups, dtype)
         y_RD = grouped_gemm_nt(a_q, w2.q, groups, dtype)
 
         # x and the start of the plan must not live on with the graph: what backward needs of them is claimed below

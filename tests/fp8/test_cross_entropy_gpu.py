@@ -51,7 +51,7 @@ def test_statistics_and_gradient(rows: int, cols: int, z: float) -> None:
 
 
 def test_little_mass_is_lost_beside_the_label() -> None:
-    """The kernel's codes where p - 1 of the label shares its tile with probabilities of 1e-6 (test_head_gradient.py: the bounds)."""
+    """The kernel's codes where p - 1 of the label shares its tile with probabilities of 1e-6 (bounds: test_head_gradient.py)."""
     tokens, vocab = (128, 256) if INTERPRETED else (256, 4096)
     logits, labels = (t.to(DEVICE) for t in skewed(tokens, vocab))
     logits = logits.bfloat16()

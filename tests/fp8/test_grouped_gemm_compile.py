@@ -19,13 +19,14 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fp8.grouped_gemm_kernel import grouped_gemm_kernel  # noqa: E402
-from fp8.grouped_gemm_sm90 import LONG_ADD_FP32, NARROW, TILES, Tile  # noqa: E402
+from fp8.grouped_gemm_sm90 import LONG_ADD_FP32, NARROW, QUANTIZING, TILES, Tile  # noqa: E402
 
 SHARED_BYTES = 232448  # of one CTA on sm_90
 CASES = [
     *[(kind, dtype, add, tile) for (kind, dtype, add), tile in TILES.items()],
     *[("nt", dtype, False, tile) for dtype, tile in NARROW.items()],
     ("wgrad", torch.float32, True, LONG_ADD_FP32),
+    ("nt", torch.float8_e4m3fn, False, QUANTIZING),
 ]
 
 
@@ -34,19 +35,20 @@ def compile_for_hopper(kind: str, dtype: torch.dtype, add: bool, tile: Tile) -> 
     fp8 = repr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
     row = repr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
     out = repr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * dtype.itemsize, rank=2))
-    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}[dtype]
     signature = {
         "a_desc": f"tensordesc<fp8e4nv[64, 128],{fp8}>",
         "sa_desc": f"tensordesc<fp32[64],{row}>",
         "b_desc": f"tensordesc<fp8e4nv[128, 128],{fp8}>",
         "sb_ptr": "*fp32",
         "c_desc": f"tensordesc<{name}[64, {tile.width}],{out}>",
+        "sc_ptr": "*fp32",
         **dict.fromkeys(("counts", "ends", "order", "block_expert"), "*i32"),
         **dict.fromkeys(("num_experts", "m_tiles", "n_tiles", "n_size", "a_rows", "b_blocks", "k_blocks"), "i32"),
     }
     aligned = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
     constants = {"WGRAD": kind == "wgrad", "ADD": add, "HALVES": tile.halves, "STAGES": tile.stages}
-    constants |= {"C_WIDTH": tile.width, "C_BUFS": tile.buffers, "num_warps": 4}
+    constants |= {"C_WIDTH": tile.width, "C_BUFS": tile.buffers, "QUANTIZE": dtype.itemsize == 1, "num_warps": 4}
     signature |= dict.fromkeys(constants, "constexpr")
     places = {(list(signature).index(key),): value for key, value in constants.items()}
     source = GluonASTSource(grouped_gemm_kernel, signature, places, {(i,): [["tt.divisibility", 16]] for i in aligned})

@@ -12,9 +12,11 @@ from fp8.grouped_gemm import (
     Groups,
     grouped_gemm_nt,
     grouped_gemm_nt_ref,
+    grouped_gemm_quantized,
     grouped_wgrad,
     grouped_wgrad_ref,
     make_groups,
+    quantizes_output,
 )
 from fp8.quantize import quantize_ref, quantize_t_ref, requantize_t_ref
 from fp8.quantized import Quantized
@@ -210,3 +212,19 @@ def test_bf16_operands_keep_the_same_promises(dtype: torch.dtype):
         assert (out.float() - want).norm() < 8e-3 * want.norm()
         empty = torch.tensor(ODD, device="cuda") == 0
         assert torch.equal(out[empty], want[empty].to(dtype))
+
+
+@pytest.mark.parametrize("n, k", [(256, 128), (1024, 2048), (512, 384)])
+@pytest.mark.parametrize("counts", [ODD, [0, 0, 5], [3000, 1, 0, 700], [4096] * 3], ids=str)
+def test_quantised_output_is_the_bf16_one_quantised(counts: list[int], n: int, k: int):
+    """Bitwise, codes and scales, and again in a second launch."""
+    groups = groups_of(counts)
+    end = int(groups.ends_E[-1])
+    a = poison(quantize_ref(grouped_rows(groups, k), ROW), end, rows_first=True)
+    b = quantize_ref(torch.randn(len(counts), n, k, device="cuda") * 0.05, BLOCKS)
+    assert quantizes_output(a, b)
+    got, want = grouped_gemm_quantized(a, b, groups), quantize_ref(grouped_gemm_nt(a, b, groups)[:end], ROW)
+    assert torch.equal(got.data.view(torch.uint8)[:end], want.data.view(torch.uint8))
+    assert torch.equal(got.scale_inv[:end], want.scale_inv)
+    again = grouped_gemm_quantized(a, b, groups)
+    assert torch.equal(again.data.view(torch.uint8)[:end], got.data.view(torch.uint8)[:end])
