@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from model.huggingface import Part, parts
 from tools.hf_config import export_config
 from tools.hf_files import DTYPES, Planned, TensorWriter, read_json
 from tools.hf_import import CARRIED, SCALE_PREFIX, SLAB, Progress, bias_names, global_shapes
+from tools.hf_tokenizer import write_tokenizer_json
 from training.checkpoint_files import corruption
 from training.errors import UserError
 from training.run_state import RunState, locate
@@ -169,6 +171,8 @@ def _carry(source: Source, out: Path, tokenizer: str | None) -> dict[str, Any]:
         path = Path(loaded.path)
         if path.suffix == ".model":
             shutil.copyfile(path, out / "tokenizer.model")
+            if (reason := write_tokenizer_json(str(path), out)) is not None:
+                print(f"warning: {path} has no tokenizer.json, which most engines read: {reason}", file=sys.stderr)
         folder = path.parent if path.suffix == ".json" else None
         base |= {"eos_token_id": loaded.eos_id, "pad_token_id": loaded.eos_id}
         base |= {"bos_token_id": loaded.bos_id} if loaded.bos_id is not None else {}

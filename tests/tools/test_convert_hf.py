@@ -181,6 +181,8 @@ def test_tokenizer_and_code_files_travel_both_ways(source: Path, tmp_path: Path)
     trained(tmp_path / "run", Recipe.block(), str(source / "tokenizer.model"))
     assert call("export", tmp_path / "run", tmp_path / "mine") == 0
     assert (tmp_path / "mine/tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+    theirs, ours = (load_tokenizer(str(tmp_path / "mine" / f"tokenizer.{kind}")) for kind in ("json", "model"))
+    assert theirs.encode("to be or not") == ours.encode("to be or not") and theirs.eos_id == ours.eos_id
     assert read_json(tmp_path / "mine/config.json")["eos_token_id"] == 2
 
 
