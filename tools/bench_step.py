@@ -89,7 +89,7 @@ class Stepper:
         own = count_valid(self.tokens, self.labels)
         total = work.parts * torch.stack([own.ce, own.mtp, own.tokens])
         self.num_valid = NumValid(*all_reduce(total, mesh.dp, "counts"))
-        self.graphed = GraphedMicroBatch(self.model, mesh) if work.graph else None
+        self.graphed = GraphedMicroBatch(self.model, mesh, collectives=True) if work.graph else None
 
     def __call__(self) -> tuple[Tensor, list[torch.cuda.Event | float]]:
         """One step without a host synchronisation of its own: (loss of the last micro-batch, the times between its phases)."""

@@ -43,7 +43,9 @@ class TrainConfig:
     micro_batch: int = 8  # sequences that one rank takes through the model at once
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"  # of what is not FP8: bf16 on a GPU, fp32 on a CPU
-    cuda_graphs: bool = False  # one rank: forward and backward of a micro-batch in one launch (docs/performance.md)
+    # Forward and backward of a micro-batch in one launch (docs/performance.md), on one rank or with replicas; "collectives": with
+    # gathered experts too, whose collectives are captured
+    cuda_graphs: bool | Literal["collectives"] = False
     log_every: int = 10
     deterministic: bool = False  # equal runs are bitwise equal (docs/reliability.md: what it costs)
     timeout_s: float = 600.0  # a collective that takes longer stops the run

@@ -57,12 +57,15 @@ class GraphedMicroBatch:
     The first micro-batch of a step writes gradients and the later ones add to them, so there are two graphs; they share their
     memory. Activations live in that memory between steps, beside what the allocator has cached for the eager ones before. Gradients
     must stay where they are (not under ZeRO-2), and new weights must have arrived before a call.
+
+    Args:
+        collectives: also where experts' collectives would be captured (gathered tokens).
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, collectives: bool = False) -> None:
         self.model, self.weights = model, [w for _, w in weights(model)]
         self.traffic = mesh.traffic
-        self.fits = mesh.tp.size == 1 and (mesh.ep.size == 1 or mesh.ep.gathers)
+        self.fits = mesh.tp.size == 1 and (mesh.ep.size == 1 or (mesh.ep.gathers and collectives))
         self.pool: object = None
         self._seen: dict[tuple[object, ...], int] = {}
         self._graphs: dict[tuple[object, ...], _Captured] = {}

@@ -77,7 +77,7 @@ class TrainStep:
         bias_rate: float,
         phases: Phases,
         auto: AutoConfig | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         grad_wire: str = "fp32",
         guard: Guard | None = None,
         grad_rounding: str = "nearest",
@@ -91,7 +91,9 @@ class TrainStep:
         self.reducer = make_reducer(self.weights, mesh, optimizer, grad_wire, grad_rounding, zero, mu, simulated_ranks)
         self.reduce_max = partial(all_reduce, axis=mesh.world, kind="amax", op="max")
         self.auto = AutoFP8(model, auto or AutoConfig(), self.reduce_max)
-        self.graphed = GraphedMicroBatch(model, mesh) if cuda_graphs and not self.reducer.each_microbatch else None
+        self.graphed = None
+        if cuda_graphs and not self.reducer.each_microbatch:
+            self.graphed = GraphedMicroBatch(model, mesh, collectives=cuda_graphs == "collectives")
         self.guard = guard or Guard(FaultConfig())
 
     def __call__(

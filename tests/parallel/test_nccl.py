@@ -115,7 +115,7 @@ class Sailor:
             self.optimizer.set_master(name, value)
         self.named, mu = list(weights(self.model)), getattr(self.model, "grad_scale", None)
         self.reducer: GradReducer = make_reducer(self.named, mesh, self.optimizer, layout.grad_wire, zero=layout.zero, auto=mu)
-        self.graphed = GraphedMicroBatch(self.model, mesh) if layout.graph else None
+        self.graphed = GraphedMicroBatch(self.model, mesh, collectives=True) if layout.graph else None
 
     def step(self, number: int) -> tuple[float, float]:
         """(loss of the global batch, gradient norm)."""
