@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8.permute import Permutation, build_permutation, sum_rows, unpermute_sum
+from fp8.grouped_gemm import padded_rows
+from fp8.permute import Permutation, build_permutation, permute, sum_rows, unpermute_sum
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, E4M3, Recipe
@@ -30,7 +31,7 @@ from parallel.grad_auto_scale import add_codes, decode_codes, encode_codes, scal
 from parallel.grad_wire import PACKED, pack_tiles, sum_tiles
 from parallel.mesh import build_mesh, close_mesh
 from parallel.payload import RowFormat, pack, sum_packed, unpack
-from parallel.send_plan import order_ref
+from parallel.send_plan import order_ref, own_slots, slot_bytes
 from tools import bench_wire
 from tools.bench_kernels import Timer
 
@@ -123,6 +124,24 @@ def model_dispatch(args: argparse.Namespace, timer: Timer | None, tokens: int, r
         casts, summed = (found["cast"] + found["pack"], found["fp8 sum"]) if fmt == "fp8" else (0.0, found["sum"])
         nbytes = away * wire_form.row_bytes
         legs += [Leg(leg, tokens, ranks, fmt, nbytes, casts, summed) for leg in ("combine y", "combine dX")]
+    return legs
+
+
+def model_gathered(args: argparse.Namespace, timer: Timer | None, tokens: int, ranks: int, device: torch.device) -> list[Leg]:
+    """Dispatch where every rank gets every token: all that comes is unpacked once, and rows are made from it."""
+    local, k = args.experts // ranks, args.topk
+    ids = choose(args, tokens, device)
+    here = torch.where(ids < local, ids, -1).repeat(ranks, 1)  # the first rank's, of as many tokens from each
+    perm, weights = build_permutation(here, local, padded_rows(here.numel(), local)), torch.rand(tokens, k, device=device)
+    x, legs = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16), []
+    for fmt, q in (("bf16", Quantized.unscaled(x)), ("fp8", quantize(x, ROW))):
+        for leg, extra in (("gathered x", slot_bytes(k)), ("gathered dY", 0)):
+            make = lambda q=q, extra=extra: pack(q, None, own_slots(ids, weights) if extra else None)  # noqa: E731
+            form, arrived = RowFormat.of(q, extra), make().repeat(ranks, 1)
+            rows = lambda a=arrived, f=form: permute(unpack(a, f), perm)  # noqa: E731
+            found = times(timer, {"cast": lambda: quantize(x, ROW), "pack": make, "unpack": rows})
+            cast, nbytes = found["cast"] if fmt == "fp8" else 0.0, (ranks - 1) * tokens * form.row_bytes
+            legs.append(Leg(leg, tokens, ranks, fmt, nbytes, cast, found["pack"] + found["unpack"]))
     return legs
 
 
@@ -230,7 +249,7 @@ def on_one(args: argparse.Namespace) -> list[Leg]:
         print("no GPU: bytes only, casts and packing count as zero")
     for tokens in args.tokens:
         for ranks in args.ranks:
-            legs += model_dispatch(args, timer, tokens, ranks, device)
+            legs += model_dispatch(args, timer, tokens, ranks, device) + model_gathered(args, timer, tokens, ranks, device)
         for ranks in args.tp:
             legs += model_tp(args, timer, tokens, ranks, device)
     for params in args.params:
