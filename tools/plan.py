@@ -205,6 +205,9 @@ def report(config: Config, gpus: int, gpu: Gpu) -> str:
     lines = ["== model", *describe_model(config, states)]
     if (own := configured(config, gpus)) is not None:
         lines += ["", "== as configured", *describe_plan(make_plan(config, own, gpu, states), gpu, config)]
+    else:
+        why = config.problems(gpus) or [f"fp8.activations={config.fp8.activations} differs from layer to layer"]
+        lines += ["", f"== as configured: not on {gpus} GPUs", *(f"   {problem}" for problem in why)]
     lines += ["", f"== the fastest on {gpus} x {gpu.name}"]
     plans = search(config, gpus, gpu, states)
     if not plans:

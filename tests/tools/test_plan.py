@@ -217,6 +217,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in said
     assert exit_status(lambda: plan.main(["--config", "configs/ling_1t.yaml", "--gpus", "8"])) == 0
     assert "nothing fits" in capsys.readouterr().out
+    assert exit_status(lambda: plan.main([*config, "--gpus", "12"])) == 0
+    assert "as configured: not on 12 GPUs" in (said := capsys.readouterr().out) and "not a multiple of ep 8" in said
     assert exit_status(lambda: plan.main([*config, "--gpus", "0"])) == 2
     if not torch.cuda.is_available():
         assert exit_status(lambda: plan.main([*config, "--compare-allocator"])) == 2
