@@ -113,6 +113,7 @@ class Run:
         elif (nothing_left := finished(config, state, mesh.world, metrics.warn)) is not None:
             metrics.say(nothing_left)
             return False
+        self.checkpointer.prepare()
         self.done, consumed, self.wandb_id = (state.step, state.consumed, state.wandb_id) if state else (0, 0, None)
         self.loader = Loader(
             self.train_data, global_batch=train.global_batch, micro_batch=train.micro_batch, seed=train.seed, consumed=consumed,

@@ -91,6 +91,12 @@ class Checkpointer:
             self._thread.start()
         return final
 
+    def prepare(self) -> None:
+        """Once masters exist: makes room for background saves while the first steps run."""
+        settings = self.config.checkpoint
+        if settings.background and settings.every:
+            self._copy.prepare(tensors(self.model, self.optimizer, self.mesh.world.rank))
+
     def try_save(self, *state: Any, must: bool, warn: Warn) -> None:
         """`save`; a failure is only a warning unless it `must` succeed: a full disk may have room again at the next one."""
         self.settle(warn)

