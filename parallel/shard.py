@@ -87,7 +87,7 @@ class Group:
     cuts: list[list[int]]
     shells: list[Shell | None] = field(init=False)
     _pending: dict[torch.dtype, Pending] = field(default_factory=dict, repr=False)
-    _views: dict[tuple[int, torch.dtype], tuple[tuple[int, ...], list[Tensor]]] = field(default_factory=dict, repr=False)
+    views: dict[tuple[int, torch.dtype], tuple[tuple[int, ...], list[Tensor]]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         own = [slice(*cut[self.axis.rank : self.axis.rank + 2]) for cut in self.cuts]
@@ -111,9 +111,9 @@ class Group:
         """The bytes of a rank's part of the weights of a format, as views of them: made anew only where a weight has moved."""
         own = [w for w in self.weights if w.data.dtype == dtype]
         here = tuple(t.data_ptr() for w in own for t in (w.data, w.scale_inv) if t is not None)
-        known = self._views.get((rank, dtype))
+        known = self.views.get((rank, dtype))
         if known is None or known[0] != here:
-            known = self._views[rank, dtype] = here, self._parts(rank, dtype)
+            known = self.views[rank, dtype] = here, self._parts(rank, dtype)
         return known[1]
 
     def _parts(self, rank: int, dtype: torch.dtype) -> list[Tensor]:
@@ -221,9 +221,11 @@ class Shards:
 
     def publish(self) -> None:
         """Every rank gets every owner's rows: at once, or, after `overlap`, by the time that they are used."""
-        for group in reversed(self.groups):  # about in the order of forward
-            if group.axis.size > 1:
-                group.send()
+        groups = [g for g in reversed(self.groups) if g.axis.size > 1]  # about in the order of forward
+        for place, group in enumerate(groups):
+            if place > 1 and not self.lazy:  # what arrives is a copy of the weights: not of all at once
+                groups[place - 2].receive()
+            group.send()
         if not self.lazy:
             self.settle()
 
@@ -231,6 +233,11 @@ class Shards:
         """Until all rows have arrived: before weights are read outside the model's forward."""
         for group in self.groups:
             group.receive()
+
+    def forget(self) -> None:
+        """Weights have taken other formats: views would hold their old memory."""
+        for group in self.groups:
+            group.views.clear()
 
     def sharing_scales(self) -> list[tuple[Axis, dict[str, Weight]]]:
         """By axis, the matrices whose one scale is for the rows of several owners; the same on every rank."""

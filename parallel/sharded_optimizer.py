@@ -77,8 +77,10 @@ class ShardedAdamW(AdamW):
     def _adopt(self, name: str) -> None:
         """`auto`: the formats that have been chosen, for the weight and for this rank's part of it."""
         weight = self.all_weights[name]
-        if weight.recipe.adaptive and weight.adopt_choice() and name in self.weights:
-            self.weights[name].attach()
+        if weight.recipe.adaptive and weight.adopt_choice():
+            self.shards.forget()
+            if name in self.weights:
+                self.weights[name].attach()
 
     def _share_scales(self) -> None:
         """Quantises this rank's rows of matrices that have one scale for the rows of several owners: from the maximum of all."""
