@@ -238,7 +238,7 @@ class Checkpointer:
         # Ranks that did not exist at the save keep the generators that they were started with.
         wanted = {n: shard for n, shard in wanted.items() if n in saved or not (n.startswith("rng.") or is_fp8_state(n))}
         try:
-            read_shards(path, wanted, self.mesh.world)
+            read_shards(path, wanted, self._world)
         except ShardError as error:
             raise UserError(f"cannot load checkpoint {path}: {error}") from error
         for scale in role_scales(self.model):
