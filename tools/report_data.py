@@ -145,6 +145,24 @@ def smooth(series: Series, window: int) -> Series:
     return steps, means
 
 
+def thin(series: Series, limit: int = 2000) -> Series:
+    """At most about `limit` points of a long series: of each stretch its lowest and its highest, so that no spike is lost."""
+    steps, values = series
+    if len(steps) <= limit:
+        return series
+    size, chosen = -(-2 * len(steps) // limit), []
+    for start in range(0, len(steps), size):
+        stretch = range(start, min(start + size, len(steps)))
+        chosen += sorted({min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)})
+    return [steps[i] for i in chosen], [values[i] for i in chosen]
+
+
+def some(steps: list[int], limit: int = 800) -> list[int]:
+    """At most about `limit` of the steps, evenly, the last one among them."""
+    every = -(-len(steps) // limit)
+    return steps[::-1][::every][::-1]
+
+
 def gap(reference: Series, other: Series) -> Series:
     """(other - reference) / reference at the steps that both have."""
     base = dict(zip(*reference, strict=True))

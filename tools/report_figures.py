@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 from matplotlib.colors import ListedColormap  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from tools.report_data import Run, gap, smooth  # noqa: E402
+from tools.report_data import Run, gap, smooth, some, thin  # noqa: E402
 from training.heat_map import SCALES  # noqa: E402
 from training.panels import PANELS, Grid, Panel, health_grid, layer_of, load_grid, time_grid  # noqa: E402
 
@@ -75,7 +75,7 @@ def _curves(axis: Any, runs: list[Run], keys: list[tuple[str, str, str]], ylabel
     drawn = False
     for i, run in enumerate(runs):
         for key, style, suffix in keys:
-            steps, values = run.series(key)
+            steps, values = thin(run.series(key))
             if steps:
                 style = style if len(steps) > 1 else "o"
                 axis.plot(steps, values, style, color=f"C{i % len(PALETTE)}", label=run.label + suffix, markersize=4, linewidth=1.3)
@@ -119,7 +119,7 @@ def loss_gap(runs: list[Run], panel: Panel) -> Figure | None:
     for i, run in enumerate(runs[1:], 1):
         colour = f"C{i % len(PALETTE)}"
         window = max(1, min(20, len(run.series("loss")[0]) // 10))
-        steps, values = smooth(gap(runs[0].series("loss"), run.series("loss")), window)
+        steps, values = thin(smooth(gap(runs[0].series("loss"), run.series("loss")), window))
         axis.plot(steps, [100 * v for v in values], color=colour, label=f"{run.label}, mean of {window} logs", linewidth=1.3)
         steps, values = gap(runs[0].series("val/loss"), run.series("val/loss"))
         axis.plot(steps, [100 * v for v in values], "o--", color=colour, markersize=4, label=f"{run.label} (validation)")
@@ -156,7 +156,7 @@ def stacked(runs: list[Run], panel: Panel) -> Figure | None:
     for run, axis in zip(runs, axes, strict=False):
         keys = run.keys(pattern)
         tables = [dict(zip(*run.series(key), strict=True)) for key in keys]
-        steps = sorted(set().union(*tables))
+        steps = some(sorted(set().union(*tables)))
         rows = [[table.get(s, 0.0) for s in steps] for table in tables]
         if panel.kind == "share":
             sums = [sum(column) or 1.0 for column in zip(*rows, strict=True)]
@@ -189,7 +189,7 @@ def memory(runs: list[Run], panel: Panel) -> Figure | None:
         return _lines(runs, keys, panel.unit)
     shown = [run for run in runs if run.keys(panel.keys[0])]
     for run, axis in zip(shown, figure.axes, strict=False):
-        steps, values = run.series("memory/allocated_gb")
+        steps, values = thin(run.series("memory/allocated_gb"))
         if steps:
             axis.plot(steps, values, color=INK, linewidth=1, label="peak allocated")
             axis.set_ylim(0, 1.05 * max(axis.get_ylim()[1], *values))
@@ -220,7 +220,8 @@ def over_time(runs: list[Run], panel: Panel) -> Figure | None:
     figure, axes = _axes(runs)
     for run, axis in zip(runs, axes, strict=False):
         series = {key: dict(zip(*run.series(key), strict=True)) for key in run.keys(panel.keys[0])}
-        _heat(axis, time_grid(series), panel, run.label)
+        shown = some(sorted(set().union(*series.values())))
+        _heat(axis, time_grid({key: {s: table[s] for s in shown if s in table} for key, table in series.items()}), panel, run.label)
     return figure
 
 
@@ -256,7 +257,7 @@ def per_layer(runs: list[Run], panel: Panel) -> Figure | None:
     for run, axis in zip(runs, axes, strict=False):
         keys = run.keys(panel.keys[0])
         for i, key in enumerate(keys):
-            axis.plot(*run.series(key), color=colours(i / max(len(keys) - 1, 1)), linewidth=1, label=f"layer {layer_of(key)}")
+            axis.plot(*thin(run.series(key)), color=colours(i / max(len(keys) - 1, 1)), linewidth=1, label=f"layer {layer_of(key)}")
         axis.set(xlabel="step", ylabel=panel.unit, title=run.label)
         _plain_numbers(axis)
         if len(keys) <= MAX_LAYERS_IN_LEGEND:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tools import report, report_figures
-from tools.report_data import differences, gap, parse_lines, read_run, read_runs, smooth
+from tools.report_data import differences, gap, parse_lines, read_run, read_runs, smooth, some, thin
 from tools.wandb_workspace import plots
 from training.errors import UserError, exit_status
 from training.panels import PANELS, Panel
@@ -146,6 +146,15 @@ def test_a_resume_supersedes_what_was_logged_past_it() -> None:
 def test_gap_and_smoothing() -> None:
     assert gap(([1, 2, 4], [2.0, 4.0, 1.0]), ([2, 3, 4], [5.0, 9.0, 1.0])) == ([2, 4], [0.25, 0.0])
     assert smooth(([1, 2, 3], [3.0, 1.0, 2.0]), 2) == ([1, 2, 3], [3.0, 2.0, 1.5])
+
+
+def test_a_long_run_is_thinned_without_losing_a_spike() -> None:
+    steps, values = list(range(1, 50_001)), [1.0] * 50_000
+    values[31_234], values[44_444] = 9.0, -9.0
+    few = thin((steps, values))
+    assert len(few[0]) <= 2100 and max(few[1]) == 9.0 and min(few[1]) == -9.0 and few[0] == sorted(set(few[0]))
+    assert thin((steps[:100], values[:100])) == (steps[:100], values[:100])
+    assert len(some(steps)) <= 800 and some(steps)[-1] == 50_000 and some([1, 2, 3]) == [1, 2, 3]
 
 
 def test_runs_of_one_name_are_told_apart_and_their_settings_compared(tmp_path: Path) -> None:
