@@ -190,7 +190,8 @@ def _scaled(acc, si_ptr):
     bits = gl.max(acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     exponent = gl.maximum((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32), -126)
     exponent = gl.where((bits > 0) & (bits < 0x7F800000), exponent, 0)  # 120 at most
-    gl.store(si_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout)), ((127 + exponent) << 23).to(gl.float32, bitcast=True))
+    inverse = ((127 + exponent) << 23).to(gl.float32, bitcast=True)
+    gl.store(si_ptr + gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout)), inverse)
     return acc * gl.expand_dims(((127 - exponent) << 23).to(gl.float32, bitcast=True), 1)
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8.column_sum_kernels import sum_columns
 from fp8.device_math import round_bf16
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
@@ -137,4 +138,4 @@ def backward(
         dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, GRADS=len(grads), RESIDUAL=dres_TD is not None,
         ROUND=h.dtype == torch.bfloat16, STAGES=stages, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
-    return dh, dw.sum(0)
+    return dh, sum_columns(dw)

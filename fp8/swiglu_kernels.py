@@ -17,7 +17,8 @@ from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 FORWARD_ROWS, FORWARD_WARPS = 32, 4  # 64 FP32 values of gate and up a thread
-BACKWARD_WARPS, BACKWARD_REGISTERS = 8, 128
+BACKWARD_WARPS, BACKWARD_STAGES, BACKWARD_PROGRAMS = 16, 2, 132  # one a multiprocessor of an H200
+BACKWARD_REGISTERS = None  # or a cap
 
 
 @triton.jit
@@ -126,38 +127,48 @@ def _grad_rows(
 
 
 @triton.jit
+def _count_live(live_ptr, blocks):
+    """Entries that are not negative: the first ones."""
+    count = 0
+    for start in range(0, blocks, 1024):
+        b = start + tl.arange(0, 1024)
+        count += tl.sum((tl.load(live_ptr + b, mask=b < blocks, other=-1) >= 0).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
 def _swiglu_backward(
     hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, width, words_t,
-    WEIGHTED: tl.constexpr, LIVE: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
+    WEIGHTED: tl.constexpr, LIVE: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Row form and transposed form (tiles along rows) of one 128x128 block of dg and its block of du.
+    """Row form and transposed form (tiles along rows) of 128x128 blocks of dg and their blocks of du.
 
-    hq, q and qt as int32 words of four codes, da as int64 words of four BF16. FULL: rows is a multiple of 128.
+    hq, q and qt as int32 words of four codes, da as int64 words of four BF16. FULL: rows is a multiple of 128. A program walks over
+    blocks, so that the next one's inputs arrive while this one is worked on.
     """
-    cb, rb = tl.program_id(0), tl.program_id(1)
+    words, cols, across, blocks = width // 4, 2 * width, width // 128, tl.cdiv(rows, 128)
     if LIVE:
-        if tl.load(live_ptr + rb) < 0:
-            return
-    words, cols = width // 4, 2 * width
-    word, row = cb * 32 + tl.arange(0, 32), rb * 128 + 4 * tl.arange(0, 32)
-    ga0, gb0, ua0, ub0 = _grad_rows(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-    ga1, gb1, ua1, ub1 = _grad_rows(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 1, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-    ga2, gb2, ua2, ub2 = _grad_rows(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 2, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-    ga3, gb3, ua3, ub3 = _grad_rows(
-        hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 3, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-    sit_ptr += rb.to(tl.int64) * cols
-    store_row_form(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, rows, 2 * words, word,
-                   ga0, gb0, ga1, gb1, ga2, gb2, ga3, gb3, FULL, HARDWARE)  # fmt: skip
-    store_column_form(qt_ptr, sit_ptr, cb * 128, rb, cols, words_t,
-                      ga0, gb0, ga1, gb1, ga2, gb2, ga3, gb3, 32, True, HARDWARE)  # fmt: skip
-    up = cb + width // 128
-    store_row_form(q_ptr, si_ptr + up.to(tl.int64) * rows, rb, rows, 2 * words, word + words,
-                   ua0, ub0, ua1, ub1, ua2, ub2, ua3, ub3, FULL, HARDWARE)  # fmt: skip
-    store_column_form(qt_ptr, sit_ptr, up * 128, rb, cols, words_t,
-                      ua0, ub0, ua1, ub1, ua2, ub2, ua3, ub3, 32, True, HARDWARE)  # fmt: skip
+        blocks = _count_live(live_ptr, blocks)
+    for block in tl.range(tl.program_id(0), blocks * across, tl.num_programs(0), num_stages=STAGES):
+        cb, rb = block % across, block // across
+        word, row = cb * 32 + tl.arange(0, 32), rb * 128 + 4 * tl.arange(0, 32)
+        ga0, gb0, ua0, ub0 = _grad_rows(
+            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
+        ga1, gb1, ua1, ub1 = _grad_rows(
+            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 1, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
+        ga2, gb2, ua2, ub2 = _grad_rows(
+            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 2, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
+        ga3, gb3, ua3, ub3 = _grad_rows(
+            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 3, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
+        sit, up = sit_ptr + rb.to(tl.int64) * cols, cb + across
+        store_row_form(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, rows, 2 * words, word,
+                       ga0, gb0, ga1, gb1, ga2, gb2, ga3, gb3, FULL, HARDWARE)  # fmt: skip
+        store_column_form(qt_ptr, sit, cb * 128, rb, cols, words_t,
+                          ga0, gb0, ga1, gb1, ga2, gb2, ga3, gb3, 32, True, HARDWARE)  # fmt: skip
+        store_row_form(q_ptr, si_ptr + up.to(tl.int64) * rows, rb, rows, 2 * words, word + words,
+                       ua0, ub0, ua1, ub1, ua2, ub2, ua3, ub3, FULL, HARDWARE)  # fmt: skip
+        store_column_form(qt_ptr, sit, up * 128, rb, cols, words_t,
+                          ua0, ub0, ua1, ub1, ua2, ub2, ua3, ub3, 32, True, HARDWARE)  # fmt: skip
 
 
 @triton.jit
@@ -210,7 +221,7 @@ def quantize_swiglu(
     """h [R, 2f], BF16 or already in E4M3 with 1x128 tiles -> (h in E4M3, silu(gate) * up * w [R, f] in E4M3).
 
     Args:
-        live_B: int32 [ceil(R / 128)]; blocks with a negative entry are neither read nor written.
+        live_B: int32 [ceil(R / 128)]; blocks with a negative entry, the last ones, are neither read nor written.
     """
     stored = isinstance(h, Quantized)
     rows, width = h.shape[0], h.shape[1] // 2
@@ -238,11 +249,11 @@ def backward(
     dh_t = _empty_fp8(2 * width, rows_p, like=da_Rf)
     si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
     dw = None if w_R is None else torch.empty((width // BLOCK, rows), dtype=torch.float32, device=da_Rf.device)
-    _swiglu_backward[(width // BLOCK, rows_p // BLOCK)](
+    _swiglu_backward[(min(BACKWARD_PROGRAMS, width // BLOCK * rows_p // BLOCK),)](
         h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
         si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, width, rows_p // 4, WEIGHTED=w_R is not None, LIVE=live_B is not None, FULL=rows % BLOCK == 0,
-        HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS,
+        STAGES=BACKWARD_STAGES, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS,
     )  # fmt: skip
     return Quantized(dh, si, (1, BLOCK)), Quantized(dh_t, si_t.t(), (1, BLOCK)), None if dw is None else dw.sum(0)
 

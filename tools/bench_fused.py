@@ -3,7 +3,7 @@
     python -m tools.bench fused --tokens 16384 --out fused.json
 
 Bytes count each input once and each output once, padding rows included, rows past the last group not. Times are medians of single
-launches with a cold L2 (triton.testing.do_bench). The copy rate is measured in the same run.
+launches with a cold L2 (triton.testing.do_bench). Copying and writing alone (fill) are measured in the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from triton.testing import do_bench
 from fp8 import cross_entropy_kernels, qk_norm_rope_kernels, rms_norm_kernels, route_kernels, swiglu_kernels
 from fp8.embedding import add_rows
 from fp8.fused import ROW
-from fp8.permute import Permutation, build_permutation, permute, permute_slots, unpermute_sum
+from fp8.gradient_kernels import take
+from fp8.permute import (
+    Permutation,
+    build_permutation,
+    permute,
+    permute_both,
+    permute_requantize_t,
+    permute_slots,
+    unpermute_sum,
+)
 from fp8.quantize import quantize, quantize_both, requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.router_gemm import router_gemm
@@ -71,6 +80,9 @@ def expert_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     ids = torch.rand(t, c.num_experts, device="cuda").topk(k, dim=1).indices
     yield "build indices (4 launches)", lambda: build_permutation(ids, c.num_experts), 16 * t * k + 8 * buffer
     yield "permute FP8 rows", lambda: permute(x, perm), t * d + r * d + (t + r) * d // 32
+    run = lambda: permute_both(x, perm, ROW)  # noqa: E731
+    yield "permute dY: rows + columns", run, t * d + 2 * r * d + (2 * t + 4 * r) * d // 64
+    yield "permute X, re-tiled to 128x128, transposed", lambda: permute_requantize_t(x, perm), t * d + r * d + t * d // 32
     x16 = Quantized.unscaled(random(t, d))
     yield "permute BF16 rows", lambda: permute(x16, perm), 2 * (t + r) * d
     h, da, w = random(buffer, 2 * f), random(buffer, f), permute_slots(torch.rand(t, k, device="cuda"), perm)
@@ -81,11 +93,8 @@ def expert_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     yield "quantise h + SwiGLU -> FP8", run, 3 * wide + narrow + si + si // 2
     run = lambda: swiglu_kernels.quantize_swiglu(h_q, w, live)  # noqa: E731
     yield "SwiGLU of stored h -> FP8", run, wide + narrow + si + si // 2
-    for warps, registers in ((8, 128), (16, 64)):
-        def run(warps: int = warps, registers: int = registers) -> None:
-            swiglu_kernels.BACKWARD_WARPS, swiglu_kernels.BACKWARD_REGISTERS = warps, registers
-            swiglu_kernels.backward(h_q, w, da, live)
-        yield f"SwiGLU backward -> row + column FP8, {warps} warps", run, 3 * wide + 2 * narrow + 3 * si
+    run = lambda: swiglu_kernels.backward(h_q, w, da, live)  # noqa: E731
+    yield "SwiGLU backward -> row + column FP8", run, 3 * wide + 2 * narrow + 3 * si
     run = lambda: swiglu_kernels.plain(Quantized.unscaled(h), w, da, live)  # noqa: E731
     yield "SwiGLU backward, BF16 recipe", run, 4 * wide + 2 * narrow
     y = random(buffer, d)
@@ -95,6 +104,8 @@ def expert_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     yield "re-tile dY to columns", lambda: retile_t(dy, ROW, live), 2 * r * d
     big = random(t, c.qkv_size)
     yield "quantise dY, rows + columns", lambda: quantize_both(big, ROW), 4 * big.numel()
+    acc, part = torch.zeros(c.vocab_size // 4, d, device="cuda"), random(c.vocab_size // 4, d)
+    yield "dense wgrad into FP32", lambda: take(part, acc, True), 10 * part.numel()
 
 
 def router_cases(t: int, c: ModelConfig) -> Iterator[Case]:
@@ -116,11 +127,8 @@ def head_cases(chunk: int, c: ModelConfig) -> Iterator[Case]:
     peak, total, picked = cross_entropy_kernels.statistics(logits, label)
     lse, one, scale = peak + total.log(), torch.ones_like(peak), torch.tensor(1e-4, device="cuda")
     yield f"softmax statistics, {chunk} tokens", lambda: cross_entropy_kernels.statistics(logits, label), 2 * chunk * v
-    for warps in (8, 16):
-        def run(warps: int = warps) -> None:
-            cross_entropy_kernels.GRADIENT_WARPS = warps
-            cross_entropy_kernels.gradient(logits, lse, one, label, picked, scale)
-        yield f"softmax gradient -> row + column FP8, {warps} warps", run, 4 * chunk * v + chunk * v // 16
+    run = lambda: cross_entropy_kernels.gradient(logits, lse, one, label, picked, scale)  # noqa: E731
+    yield "softmax gradient -> row + column FP8", run, 4 * chunk * v + chunk * v // 16
 
 
 def embedding_cases(t: int, c: ModelConfig) -> Iterator[Case]:
@@ -138,8 +146,10 @@ def main(argv: list[str] | None = None) -> None:
     c = ModelConfig()
     a, b = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
     copy = 2 * a.numel() / time_us(lambda: b.copy_(a)) / 1e6
-    print(f"copy {copy:.2f} TB/s on {torch.cuda.get_device_name()}\n{'kernel':<52}{'us':>9}{'GB/s':>8}{'of copy':>9}")
-    rows = [{"kernel": "copy", "tb_s": copy}]
+    fill = a.numel() / time_us(a.zero_) / 1e6
+    print(f"copy {copy:.2f} TB/s, fill {fill:.2f} TB/s on {torch.cuda.get_device_name()}")
+    print(f"{'kernel':<52}{'us':>9}{'GB/s':>8}{'of copy':>9}")
+    rows = [{"kernel": "copy", "tb_s": copy, "fill_tb_s": fill}]
     for cases in (norm_cases, expert_cases, router_cases, embedding_cases):
         for name, run, size in cases(args.tokens, c):
             rows.append(report(name, time_us(run), size, copy))

@@ -41,14 +41,14 @@ CASES = [
     (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=4, BLOCKS=16, ROUND=True, **ON), 8),
     (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, GRADS=3, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, ROWS=32, ROUND=True, **ON), 4),
-    (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, ROWS=16, STAGES=2, ROUND=True, **ON), 2),
+    (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, ROWS=16, STAGES=1, ROUND=True, **ON), 2),
     (swiglu_kernels, "_swiglu_quantize", {}, dict(ROWS=32, STORED=False, WEIGHTED=True, LIVE=True, **ON), 4),
-    (swiglu_kernels, "_swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, FULL=True, **ON), 8),
+    (swiglu_kernels, "_swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, FULL=True, STAGES=2, **ON), 16),
     (permute_kernels, "_gather_rows", {"x_ptr": "*i32", "y_ptr": "*i32"}, dict(K=8, ROWS=16, WORDS=512, SCALES=16, LIVE=True), 4),
     (permute_kernels, "_sum_rows", {"out_ptr": "*bf16"}, dict(K=8, COLS=2048, PLUS=False, ROUND=True, **ON), 4),
     (route_kernels, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, ROWS=8, COUNT=True), 4),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
-    (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 8),
+    (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 4),
     (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64, LOW=True), 4),
 ]  # fmt: skip
 
