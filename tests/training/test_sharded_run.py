@@ -76,3 +76,20 @@ def test_a_run_of_simulated_ranks_is_the_run_of_so_many(base: Path, tmp_path: Pa
     assert losses(tmp_path / "one")[4][:3] == pytest.approx(losses(tmp_path / "two")[4][:3], rel=1e-6)
     with pytest.raises(UserError, match="parallel.simulated_ranks=2 needs one process .* 4"):
         config_of(base, tmp_path, "parallel.simulated_ranks=2", "train.micro_batch=1")
+
+
+@pytest.mark.distributed
+def test_27_a_resume_under_auto_has_the_formats_that_were_chosen(base: Path, tmp_path: Path) -> None:
+    """Formats change at step 3, after the resume; two owners, the default wires."""
+    options = ["fp8.recipe=auto", "fp8.auto.every=2", "eval.samples=0", "optim.schedule=constant", "optim.warmup_steps=0"]
+    options += ["checkpoint.every=2", "fp8.health_every=0", "faults.compare_every=1"]
+    said = {}
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        last = [f"run.dir={tmp_path / name}", f"train.steps={steps}"]
+        done = run_train("--config", str(base / "run.yaml"), *options, *last, ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[name, steps] = [line for line in done.stdout.splitlines() if line.startswith("auto:")]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    assert said["whole", 4] == said["parts", 2] + said["parts", 4] and any(", now" in line for line in said["parts", 4])
+    ours, theirs = (tensors_of(whole_checkpoints(tmp_path / name)[-1]) for name in ("whole", "parts"))
+    assert [n for n in ours if not torch.equal(ours[n], theirs[n])] == []
