@@ -30,10 +30,16 @@ Update = Callable[[Hyper, Draw, Tensor], None]  # one step of one weight, its gr
 
 
 def adamw_ref(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, h: Hyper) -> tuple[Tensor, Tensor, Tensor]:
-    """New (master, m, v), all fp32. Each line's operations round one after the other: no fused multiply-add."""
-    m = m * h.beta1 + grad * (1 - h.beta1)
-    v = v * h.beta2 + (grad * grad) * (1 - h.beta2)
+    """New (master, m, v), all fp32. Operations round one after the other, but for the sums of m and v: one multiply-add each."""
+    m = _multiply_add(grad, 1 - h.beta1, m * h.beta1)
+    v = _multiply_add(grad * grad, 1 - h.beta2, v * h.beta2)
     return master * h.decay - (m / (v.sqrt() * h.rsqrt_correction2 + h.eps)) * h.step_size, m, v
+
+
+def _multiply_add(a: Tensor, b: float, c: Tensor) -> Tensor:
+    """fp32 a * b + c, rounded once: fp64 holds the product exactly, and its rounding of the sum matters once in 2^29."""
+    factor = torch.tensor(b, dtype=torch.float32).item()
+    return (a.double() * factor + c).float()
 
 
 class AdamW:

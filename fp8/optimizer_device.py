@@ -42,6 +42,26 @@ def row_amax(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def run_amax(x, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
+    """[ROWS, 128] -> [ROWS, 8]: the same of each run of 16 neighbours, which one thread holds."""
+    x = tl.reshape(x, (ROWS, 8, 16))
+    if HARDWARE:
+        return abs_bits(tl.reduce(tl.abs(x), 2, _max_or_nan))
+    else:
+        return tl.max(abs_bits(x), 2)
+
+
+@triton.jit
+def prefetch_block(ptr, offset, col_blocks, LINE: tl.constexpr, HARDWARE: tl.constexpr):
+    """Asks L2 for a block of 128 rows, once for LINE bytes. Nothing happens where there is no L2 to ask."""
+    if HARDWARE:
+        parts: tl.constexpr = 128 * (ptr.dtype.element_ty.primitive_bitwidth // 8) // LINE
+        i = tl.arange(0, 128 * parts)
+        at = (ptr + offset + (i // parts) * (col_blocks * 128) + (i % parts) * (128 // parts)).to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def dither(word, FIELD: tl.constexpr, DROPPED: tl.constexpr):
     """See state_codecs.dither: the field's bits on top of `DROPPED`, and a half below."""
     rest: tl.constexpr = DROPPED - FIELD[1]

@@ -23,9 +23,10 @@ from fp8.optimizer_device import (
     fp16_scale,
     load_m,
     load_v,
+    prefetch_block,
     quotient,
     round_bf16,
-    row_amax,
+    run_amax,
     store_m,
     store_master,
     store_v,
@@ -57,8 +58,8 @@ def _update_rows(
     if (MASTER != "fp32") | (M != "fp32") | (V != "fp32"):
         c1, c2, c3, k0, k1 = draw
         word = row_words(quad + r.to(tl.int64)[:, None] * quads_per_row, c1, c2, c3, k0, k1, ROWS, NEIGHBOURS)
-    m = m + g * rest1
-    v = v * beta2 + (g * g) * rest2
+    m = tl.fma(g, rest1, m)
+    v = tl.fma(g * g, rest2, v * beta2)
     x = tl.fma(quotient(m, v, rsqrt_correction2, eps, HARDWARE), -step_size, x * (x_scale * decay))
     store_m(m_ptr, m_scale_ptr, offset, group, m, word, M, HARDWARE)
     store_v(v_ptr, v_scale_ptr, offset, group, v, word, V, HARDWARE)
@@ -67,15 +68,24 @@ def _update_rows(
     return x
 
 
+@triton.jit
+def _place(i, piece_rows, piece_cols):
+    """Column, row (in blocks) and matrix of block `i` of the piece."""
+    return i % piece_cols, i // piece_cols % piece_rows, (i // piece_cols // piece_rows).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=_SCALARS)
 def update_blocks(
     grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
     piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
     c1, c2, c3, k0, k1, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
     MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, LINE: tl.constexpr, AHEAD: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A block of the piece a program. Sizes and starts of the local matrix and of the piece within it are in blocks."""
+    """A block of the piece a program. Sizes and starts of the local matrix and of the piece within it are in blocks.
+
+    LINE > 0: L2 is asked for the block AHEAD programs later.
+    """
     grad_scale = tl.load(grad_scale_ptr)
     if abs_bits(grad_scale) >= 0x7F800000:
         return
@@ -86,24 +96,28 @@ def update_blocks(
     offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
     group = row_block * 128 * col_blocks + cb0 + cb
     quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
+    if LINE > 0:
+        next_cb, next_rb, next_e = _place(tl.minimum(i + AHEAD, tl.num_programs(0) - 1), piece_rows, piece_cols)
+        later = ((matrix0 + next_e) * row_blocks + rb0 + next_rb) * col_blocks * 16384 + (cb0 + next_cb) * 128
+        prefetch_block(grad_ptr, later, col_blocks, LINE, HARDWARE)
+        prefetch_block(x_ptr, later, col_blocks, LINE, HARDWARE)
+        prefetch_block(m_ptr, later, col_blocks, LINE, HARDWARE)
+        prefetch_block(v_ptr, later, col_blocks, LINE, HARDWARE)
     x_scale = 1.0
     if MASTER == "fp16":
         x_scale = exp2(tl.load(x_scale_ptr + block))
 
     # Strips of rows: their moments are done at once, only the new master waits for the block's maximum.
     strips: tl.constexpr = 128 // ROWS
-    xs = ()
+    xs, amax = (), tl.zeros((ROWS, 8), tl.int32)
     for j in tl.static_range(strips):
         x = _update_rows(
             j * ROWS, grad_ptr, grad_scale, x_ptr, x_scale, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr, offset, group, col_blocks,
             quad, quads_per_row, (c1, c2, c3, k0, k1), beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
             MASTER, M, V, ROWS, NEIGHBOURS, HARDWARE,
         )  # fmt: skip
-        xs = xs + (x,)
-    amax = row_amax(xs[0], HARDWARE)
-    for j in tl.static_range(1, strips):
-        amax = tl.maximum(amax, row_amax(xs[j], HARDWARE))
-    amax = tl.max(amax, 0)
+        xs, amax = xs + (x,), tl.maximum(amax, run_amax(x, ROWS, HARDWARE))
+    amax = tl.max(amax)
 
     multiplier, inverse, weight_multiplier = 1.0, 1.0, 1.0
     if MASTER == "fp16":
@@ -137,8 +151,8 @@ def _update_run(
     """Elements `i` below `size`: FP32 states, weight unscaled (BF16) or the master itself."""
     ok = i < size
     g = tl.load(grad_ptr + i, mask=ok, other=0.0).to(tl.float32) * grad_scale
-    m = tl.load(m_ptr + i, mask=ok, other=0.0) * beta1 + g * rest1
-    v = tl.load(v_ptr + i, mask=ok, other=0.0) * beta2 + (g * g) * rest2
+    m = tl.fma(g, rest1, tl.load(m_ptr + i, mask=ok, other=0.0) * beta1)
+    v = tl.fma(g * g, rest2, tl.load(v_ptr + i, mask=ok, other=0.0) * beta2)
     x = tl.load(x_ptr + i, mask=ok, other=0.0) * decay
     x = x - quotient(m, v, rsqrt_correction2, eps, HARDWARE) * step_size
     tl.store(m_ptr + i, m, mask=ok)
@@ -184,7 +198,7 @@ def update_table(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SCALARS[3:])
+@triton.jit(do_not_specialize=_SCALARS[2:])
 def add_stochastic(
     total_ptr, x_ptr, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix, c1, c2, c3, k0, k1
 ):

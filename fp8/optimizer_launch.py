@@ -6,6 +6,7 @@ A `Plan` updates one weight, a `Table` all small FP32 ones (norms, routers) in o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,11 +24,19 @@ from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
 # ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
-# By format of v. In FP8 two programs fit on a multiprocessor with few spills: one loads while the other works.
-LAUNCH = dict.fromkeys(("fp32", "bf16", "fp16"), {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16})
-LAUNCH["fp8"] = {"num_warps": 8, "ROWS": 32, "NEIGHBOURS": 16, "maxnreg": 128}
+# By format of v. With FP8 and FP16 two programs fit on a multiprocessor with few spills: one loads while the other works.
+# LINE > 0: each program has L2 load the block that the program after the resident ones will take, a request for so many bytes.
+WIDE = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16, "LINE": 0}
+NARROW = {"num_warps": 8, "ROWS": 32, "NEIGHBOURS": 16, "LINE": 0, "maxnreg": 128}
+LAUNCH = {"fp32": WIDE, "bf16": WIDE, "fp16": NARROW, "fp8": NARROW}
+RESIDENT_WARPS = 16  # on a multiprocessor, at 128 registers a thread
 SIZE = 1024  # elements of a program that knows no blocks
 OPTIONS = dict(HARDWARE=not INTERPRETED, enable_fp_fusion=False)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
@@ -66,6 +75,7 @@ class Plan:
         formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
         self.constants = {"WEIGHT": self.stored, **formats, **LAUNCH[formats["V"]]}
         self.places = list(_places(weight))
+        self.constants["AHEAD"] = num_sms(data.device) * RESIDENT_WARPS // self.constants["num_warps"]
 
     def __call__(self, h: Hyper, draw: Draw, grad_scale: Tensor) -> None:
         grad = self.weight.main_grad

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for preset, launch in itertools.product(args.states, args.launch):
         own = {key: int(value) for key, _, value in (item.partition("=") for item in launch.split(",") if item)}
         for fmt, options in built_in.items():
-            optimizer_launch.LAUNCH[fmt] = {"NEIGHBOURS": 16} | own if own else options
+            optimizer_launch.LAUNCH[fmt] = {"NEIGHBOURS": 16, "LINE": 0} | own if own else options
         row = {"launch": launch} | measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)
         rows.append(row)
         left = f"{row['states']:8} {row['grad']:9} {row['bytes_per_param']:8.3f} {row['moved_per_param']:6.2f}"

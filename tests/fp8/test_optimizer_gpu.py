@@ -84,6 +84,21 @@ def test_kernel_equals_reference(states: States, recipe: Recipe, grad_dtype: tor
     assert scales is None or torch.equal(scales, weight.scale_inv)
 
 
+@pytest.mark.parametrize("line", [32, 128])
+def test_asking_l2_for_later_blocks_changes_no_bit(line: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8 import optimizer_launch
+
+    weight, optimizer = make(Recipe.block(), PRESETS["lean"], (60, 256, 384), torch.bfloat16)  # more blocks than programs at once
+    other, state = twin(weight, optimizer)
+    arguments = HYPER, Draw(7, 3, 0), one()
+    for value, w, s in ((0, weight, optimizer._state["w"]), (line, other, state)):
+        monkeypatch.setitem(optimizer_launch.LAUNCH, "fp8", optimizer_launch.NARROW | {"LINE": value})
+        optimizer_launch.Plan(w, s, optimizer._codecs["w"])(*arguments)
+    assert torch.equal(as_bytes(weight.data), as_bytes(other.data)) and torch.equal(weight.scale_inv, other.scale_inv)
+    for role, parts in state.items():
+        assert all(torch.equal(as_bytes(t), as_bytes(optimizer._state["w"][role][part])) for part, t in parts.items())
+
+
 @pytest.mark.parametrize("shape", [(128,), (2048,), (5, 7), (256, 2048)])
 def test_elementwise_kernel_equals_torch(shape: tuple[int, ...]) -> None:
     weight, optimizer = make(Recipe.fp32(), PRESETS["lean"], shape, torch.float32)
