@@ -77,8 +77,12 @@ def _watching(model: nn.Module, weights: Sequence[tuple[str, Weight]], checks: l
     def output(module: nn.Module, args: Any, result: Any, name: str) -> None:
         checks.extend((f"output of {name}", _finite(t)) for t in _tensors(result))
 
+    loose = {w for _, w in weights if w.main_grad is None}  # ZeRO-2 has no room for all of them at a time
+
     def gradient(weight: Weight) -> None:
         checks.append((f"gradient of {weight.name}", _finite(weight.main_grad)))
+        if weight in loose:
+            weight.main_grad = None
 
     modules = [(n, m) for n, m in model.named_modules() if n and not isinstance(m, Weight) and not n.endswith("scales")]
     hooks = [m.register_forward_hook(partial(output, name=n)) for n, m in modules]

@@ -79,6 +79,7 @@ def on_ranks(rank: int, size: int, how: str) -> list[dict[str, Any]]:
         spoil(hit, mesh, how)
         problem = hit(2, batches[1], 1e-3).problem
         mend(hit)
+        held = [name for name, weight in weights(hit.model) if weight.main_grad is not None] if zero == 2 else []
         after = everything(hit.model, hit.optimizer, rank)
         norms = [hit(3, batches[2], 1e-3).grad_norm]
         spared(1, batches[0], 1e-3)
@@ -87,6 +88,7 @@ def on_ranks(rank: int, size: int, how: str) -> list[dict[str, Any]]:
         seen.append(
             {
                 "problem": problem,
+                "held": held,
                 "moved": [n for n in before if not torch.equal(before[n], after[n])],
                 "differ": [n for n in ends[0] if not torch.equal(ends[0][n], ends[1][n])],
                 "went on": any(not torch.equal(before[n], ends[0][n]) for n in before if n.startswith("weight")),
@@ -103,6 +105,7 @@ def test_4_a_bad_step_moves_nothing_anywhere_and_leaves_no_trace(how: str) -> No
     for by_rank in zip(*run_ranks(2, on_ranks, how), strict=True):
         for seen in by_rank:
             assert seen["moved"] == [] and seen["differ"] == [] and seen["went on"]
+            assert seen["held"] == [], "gradients that ZeRO-2 has no room for"
             assert seen["norms"][0] == seen["norms"][1] and math.isfinite(seen["norms"][0])
             assert seen["problem"] == by_rank[0]["problem"]
             if how != "spike":
