@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import struct
 from pathlib import Path
 
@@ -101,6 +103,29 @@ def test_bad_sources_end_with_one_message_and_leave_nothing(
     said = capsys.readouterr().err
     assert message in said and said.startswith("error: ")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_no_damage_is_a_traceback_or_leaves_output(source: Path, tmp_path: Path) -> None:
+    """Random bytes in the header, cuts, letters in config.json, and header fields of other types."""
+    rng, tensors = random.Random(7), (source / "model.safetensors").read_bytes()
+    config, end = (source / "config.json").read_bytes(), 8 + struct.unpack("<Q", tensors[:8])[0]
+    for i in range(40):
+        data, text = bytearray(tensors), bytearray(config)
+        if i % 4 == 0:
+            data[rng.randrange(end)] ^= 1 << rng.randrange(8)
+        elif i % 4 == 1:
+            del data[rng.randrange(len(data)) :]
+        elif i % 4 == 2:
+            text[rng.randrange(len(text))] = rng.randrange(32, 127)
+        (source / "model.safetensors").write_bytes(data)
+        (source / "config.json").write_bytes(text)
+        if i % 4 == 3:
+            field = rng.choice(("dtype", "shape", "data_offsets"))
+            header(source, **{field: rng.choice([None, -1, [], "", {"a": 1}, 1e9, True, [None, 0], ["a", "b"]])})
+        status = call("import", source, tmp_path / "in")
+        assert status == 2 or (status == 0 and i % 4 == 2), i  # a changed letter may be of no consequence
+        assert (tmp_path / "in").exists() is (status == 0)
+        shutil.rmtree(tmp_path / "in", ignore_errors=True)
 
 
 def test_fp8_without_scales_or_with_bad_ones_is_refused(
