@@ -14,12 +14,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as train.py does, before torch is imported
 
 import torch
 

@@ -171,8 +171,9 @@ def test_a_config_without_a_model_is_told_to_be_ling_mini(
 
 def test_idle_openmp_threads_sleep_before_torch_starts_them() -> None:
     """OpenMP reads the policy when torch loads it: a second later it changes nothing."""
-    source = (ROOT / "train.py").read_text(encoding="utf-8")
-    assert source.index('setdefault("OMP_WAIT_POLICY", "passive")') < source.index("\nimport torch")
+    for name in ("train.py", "tools/compare.py"):
+        source = (ROOT / name).read_text(encoding="utf-8")
+        assert source.index('setdefault("OMP_WAIT_POLICY", "passive")') < source.index("\nimport torch"), name
 
 
 def test_mistakes_are_one_message_without_traceback(
