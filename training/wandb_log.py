@@ -129,13 +129,13 @@ def _define_metrics(run: Any) -> None:
     """The axis, what the table of runs shows, and which metrics get no chart of their own."""
     # Steps are a metric of their own: wandb drops rows whose own step counter goes back, as a resume does.
     run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
     for name in ("val/loss", "val/bits_per_byte"):
         run.define_metric(name, step_metric="step", summary="min")
     for name in ("memory/allocated_gb", "memory/reserved_gb"):
         run.define_metric(name, step_metric="step", summary="max")
     for pattern in PER_LAYER:
         run.define_metric(pattern, step_metric="step", hidden=True)
+    run.define_metric("*", step_metric="step")  # last: what no rule before it names
 
 
 def _first_line(error: BaseException) -> str:
