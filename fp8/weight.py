@@ -285,7 +285,7 @@ class Weight(nn.Module):
 
     def clear_grad(self) -> None:
         """Starts a new optimizer step: the next use overwrites `main_grad`, so nothing needs zeroing."""
-        self._written, self._uses = False, 0
+        vars(self).update(_written=False, _uses=0)  # past Module.__setattr__, which takes longer than a launch
 
     @property
     def has_grad(self) -> bool:
