@@ -78,7 +78,7 @@ class Run:
         record_collectives(config.run.dir)
         self.mesh = build_mesh(
             parallel.tp, parallel.ep, self.device, parallel.sequence_parallel, train.timeout_s,
-            tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], timed=True, dispatch=parallel.dispatch,
+            tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], dispatch=parallel.dispatch,
         )  # fmt: skip
         self.metrics = stack.enter_context(closing(Metrics(config, active=self.mesh.world.rank == 0)))
         self.metrics.prefix = admit(config, self.device)
@@ -163,6 +163,7 @@ class Run:
             self.window.begin(self.done)
             with self.phases("data"):
                 batches = [batch.to(self.device) for batch in next(self.loader)]
+            self.mesh.traffic.timed = logged  # by events around each wait, which cost the host milliseconds a step
             lr = learning_rate(self.done - 1, config.optim, train.steps)
             result = self.take_step(self.done, batches, lr, self.stop.requested, want_counts=logged)
             stopping = result.interrupted and self.stop.arm()

@@ -29,7 +29,7 @@ class Resources:
             "memory/CLASS_gb" of this process on the host, and of weights, gradients, optimizer states and, at their largest,
             activations kept in FP8 for backward;
             "wire/KIND_gb" that this rank sent in a step, "wire_format/KIND/FORMAT_gb" of it in each format, and "wire_time/KIND_s"
-            that it waited for them in a step, overlap with compute left out.
+            that it waited for them in this step, overlap with compute left out.
         """
         held, steps = bytes_report(self.optimizer), max(step - self._last, 1)
         states = sum(held[role] for role in ROLES)
@@ -39,7 +39,7 @@ class Resources:
         found = {f"memory/{name}_gb": size / 1e9 for name, size in memory.items()}
         found |= {f"wire/{kind}_gb": size / steps / 1e9 for kind, size in sorted(traffic.by_kind().items())}
         found |= {f"wire_format/{kind}/{fmt}_gb": size / steps / 1e9 for (kind, fmt), size in sorted(traffic.sent.items())}
-        found |= {f"wire_time/{kind}_s": seconds / steps for kind, seconds in sorted(traffic.seconds().items())}
+        found |= {f"wire_time/{kind}_s": seconds for kind, seconds in sorted(traffic.seconds().items())}
         self._kept, account.peak, self._last = max(self._kept, account.peak), 0, step
         traffic.reset()
         return found
