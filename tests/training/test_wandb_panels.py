@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             metrics.log(2, {"val/loss": 2.2, "val/bits_per_byte": 1.0})
             metrics.log(3, {"fp8/attention.qkv/activation/cosine": 0.99}, {"fp8": HEALTH})
             metrics.close()
+            time.sleep(1.1)  # wandb names a run's folder by the second
     runs = sorted((root / "run/wandb").glob("offline-run-*"))
     records = [records_of(next(run.glob("*.wandb"))) for run in runs]
     rows = [row_of(r.history) for part in records for r in part if r.WhichOneof("record_type") == "history"]
