@@ -35,10 +35,10 @@ from parallel.dispatch import (
     PlanStart,
     buffer_rows,
     combine_rows,
-    combine_slots,
     dispatch,
     dispatch_turned,
     start_combine_rows,
+    start_combine_slots,
     start_dispatch_both,
     start_plan,
     turn_tokens,
@@ -151,13 +151,14 @@ class _RoutedExperts(torch.autograd.Function):
             del dy_q, a_q
             dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
             del h_q, da_Rf
+            weights_back = start_combine_slots(dw_R, plan)
             dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
             leaving = start_combine_rows(dx_RD, plan)  # dx travels while w1's gradient is made
             del dh_q, dx_RD
             if w1.trainable:
                 x_t = ctx.turned_x()
                 w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
-            return leaving(), combine_slots(dw_R, plan), None, None, None
+            return leaving(), weights_back(), None, None, None
 
 
 class RoutedExperts(nn.Module):

@@ -31,16 +31,8 @@ from torch import Tensor
 
 from fp8.grouped_gemm import padded_rows
 from fp8.permute import (
-    Permutation,
-    build_permutation,
-    permute,
-    permute_both,
-    permute_requantize_t,
-    permute_slots,
-    sum_rows,
-    unpermute_slots,
-    unpermute_sum,
-)
+    Permutation, build_permutation, permute, permute_both, permute_requantize_t, permute_slots, sum_rows, unpermute_slots, unpermute_sum,
+)  # fmt: skip
 from fp8.quantize import quantize, requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Spec
@@ -288,9 +280,15 @@ def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:
     return start_combine_rows(y_RD, plan)()
 
 
-def combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Tensor:
+def start_combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
     """[R] -> [T, k]: a value of each (token, slot), back from the rank of its expert. Exact: each has one source."""
     dw_Nk = unpermute_slots(dw_R, plan.perm)
     if plan.axis.size == 1:
-        return dw_Nk
-    return sum_rows(all_to_all(dw_Nk, plan.axis, COMBINE, plan.recv, plan.send), plan.row_Tn)
+        return lambda: dw_Nk
+    flight = start_all_to_all(dw_Nk, plan.axis, COMBINE, plan.recv, plan.send)
+    return lambda: sum_rows(flight.wait(), plan.row_Tn)
+
+
+def combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Tensor:
+    """`start_combine_slots`, waited for."""
+    return start_combine_slots(dw_R, plan)()
