@@ -31,8 +31,16 @@ from torch import Tensor
 
 from fp8.grouped_gemm import padded_rows
 from fp8.permute import (
-    Permutation, build_permutation, permute, permute_both, permute_requantize_t, permute_slots, sum_rows, unpermute_slots, unpermute_sum,
-)  # fmt: skip
+    Permutation,
+    build_permutation,
+    permute,
+    permute_both,
+    permute_requantize_t,
+    permute_slots,
+    sum_rows,
+    unpermute_slots,
+    unpermute_sum,
+)
 from fp8.quantize import quantize, requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Spec
@@ -181,8 +189,7 @@ def _token_counts(start: PlanStart) -> tuple[list[int], list[int]]:
     """Tokens to and from each rank. The one host synchronisation of a layer."""
     if start.ready is not None:
         start.ready.synchronize()
-    sent, received = start.counts[:, :, 0].tolist()
-    return sent, received
+    return tuple(start.counts[:, :, 0].tolist())
 
 
 def buffer_rows(start: PlanStart) -> int:
@@ -209,8 +216,7 @@ def start_dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Callable[[], Quan
 
 def _start_tokens(x_q: Quantized, axis: Axis) -> Callable[[], Quantized]:
     """[T, D] -> [n * T, D], where the axis gathers."""
-    arriving = start_all_gather_rows(x_q, axis, DISPATCH)
-    return arriving.wait
+    return start_all_gather_rows(x_q, axis, DISPATCH).wait
 
 
 def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
