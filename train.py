@@ -5,8 +5,8 @@
     python train.py --config configs/ling_mini.yaml --dry-run                        check, count and stop
 
 Exit status: 0 done; 2 a mistake in the configuration or in its files, or no memory for the experts' rows; 3 loss or gradient not
-finite, or a spike; 4 replicas differ; 5 another rank is gone or hangs; 6 stopped without saving; 143 stopped by a signal, after
-saving (docs/reliability.md).
+finite, or a spike; 4 replicas differ; 5 another rank is gone or hangs; 6 stopped with steps that are not saved; 143 stopped by a
+signal, after saving (docs/reliability.md).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from training.checkpoint import Checkpointer
 from training.command_line import command_line
 from training.config import Config
 from training.continuation import finished
-from training.data import Loader, PackedDataset
-from training.errors import STOPPED
+from training.data import Loader, PackedDataset, open_validation
+from training.errors import STOPPED, UNSAVED
 from training.evaluate import evaluate
 from training.faults import Guard, slowest, unhealthy, worst_of
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
@@ -46,7 +46,7 @@ from training.schedule import fitted, learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
 from training.states import gradient_format, optimizer_states
 from training.step import StepResult, TrainStep
-from training.stopping import StopRequest
+from training.stopping import StopRequest, steps_lost
 from training.tokenizer import check_vocab, load_tokenizer
 from training.watchdog import Watchdog, record_collectives
 
@@ -85,8 +85,10 @@ class Run:
         self.watchdog = stack.enter_context(closing(Watchdog(self.mesh.world.rank, faults.quiet_s)))
         self.tokenizer = load_tokenizer(data.tokenizer)
         check_vocab(self.tokenizer, config.model.vocab_size)
-        splits = (packed_path(data.dir, split) for split in ("train", "validation"))
-        self.train_data, self.val_data = (PackedDataset(path, data.seq_len, self.tokenizer.fingerprint) for path in splits)
+        packed = data.seq_len, self.tokenizer.fingerprint
+        self.train_data = PackedDataset(packed_path(data.dir, "train"), *packed)
+        self.val_data, none = open_validation(packed_path(data.dir, "validation"), *packed, config.eval.samples)
+        self.metrics.warn(none)
 
     def build(self) -> None:
         """Model and optimizer; no values yet."""
@@ -110,7 +112,7 @@ class Run:
         self.state = state = self.checkpointer.restore(metrics.warn)
         if state is None:
             set_starting_values(*parts, metrics.warn)
-        elif (nothing_left := finished(config, state, mesh.world, metrics.warn)) is not None:
+        elif (nothing_left := finished(config, state, mesh.world, metrics.warn, self.val_data is not None)) is not None:
             metrics.say(nothing_left)
             return False
         self.checkpointer.prepare()
@@ -136,8 +138,7 @@ class Run:
         self.resources = Resources(self.model, self.optimizer, mesh, self.done)
         self.window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
         self.phases.note = lambda name: self.watchdog.note(f"{name} of step {self.done}")
-        lost = lambda: self.done - (checkpointer.last or 0)  # noqa: E731
-        self.stop.loss = lambda: f"the newest checkpoint is of step {checkpointer.last}; {lost()} steps are lost"
+        self.stop.loss = lambda: steps_lost(self.done, checkpointer.last)
         self.wandb_id = metrics.start(self.done, self.wandb_id)
         metrics.say(f"{config.run.dir}: {mesh.world.size} x {device}, recipe {config.fp8.recipe}, steps {self.done}-{train.steps}")
         metrics.say(self.throughput.formula())
@@ -185,14 +186,17 @@ class Run:
             if self.done == first or due(config.faults.compare_every, self.done):
                 self.optimizer.settle()
                 compare_replicas(self.model, self.mesh, self.done)
-            if config.eval.samples and due(config.eval.every, self.done) and not (last or stopping):
+            if self.val_data is not None and due(config.eval.every, self.done) and not (last or stopping):
                 stopping = not self.validate()
             if config.checkpoint.every and (due(config.checkpoint.every, self.done) or last or stopping):
                 self.save(must=last or stopping)
         self.checkpointer.wait()
-        if not stopping and config.eval.samples:
+        if not stopping and self.val_data is not None:
             stopping = not self.validate()
-        metrics.say(f"wrote {metrics.path.parent}/: config.yaml, metrics.jsonl, checkpoints/, wandb/ (step {self.done})")
+        metrics.say(f"wrote {metrics.written()} (step {self.done})")
+        if stopping and self.done > (self.checkpointer.last or 0):
+            metrics.warn(f"stopped without saving (checkpoint.every=0): {self.stop.loss()}")
+            return UNSAVED
         return STOPPED if stopping else 0
 
     def report(self, result: StepResult, lr: float) -> None:

@@ -43,8 +43,9 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
             f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
         )
         if not info.num_documents:
+            then = "training will refuse it" if split == "train" else "there will be no validation loss"
             print(
-                f"warning: no document fell to {split}, and training will refuse it: a document's name decides; give more files, "
+                f"warning: no document fell to {split}, and {then}: a document's name decides; give more files, "
                 "name validation files in data.validation_paths, or change data.validation_fraction"
             )
     if all(info.num_tokens for info in infos.values()):

@@ -80,7 +80,7 @@ class ParallelConfig:
 class CheckpointConfig:
     """Saving and resuming. The last step is always saved unless `every` is 0."""
 
-    every: int = 1000  # steps; 0 saves nothing at all
+    every: int = 1000  # steps; 0 saves nothing at all, when stopped by a signal neither
     keep: int = 2  # newest whole checkpoints that stay
     keep_for_merge: int = 0  # stay too, when this is more: the inputs of tools.merge
     keep_every: int = 0  # the checkpoint of every so many steps stays for ever; 0: none does
@@ -96,7 +96,7 @@ class EvalConfig:
     """Validation: loss over the same samples each time, and a sample of text."""
 
     every: int = 1000  # steps; 0: only after the last step
-    samples: int = 256  # sequences of the validation set; 0: no evaluation at all
+    samples: int = 256  # sequences of the validation set; 0: no evaluation at all, and no validation.bin is needed
     prompt: str = ""  # when given, what generation continues after each evaluation
     sample_tokens: int = 64
 

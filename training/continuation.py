@@ -36,10 +36,11 @@ def changed_settings(before: dict[str, Any], config: Config) -> dict[str, tuple[
     return {key: (old[key], new[key]) for key in new if key in decide and key in old and old[key] != new[key]}
 
 
-def finished(config: Config, state: RunState, world: Axis, warn: Warn) -> str | None:
+def finished(config: Config, state: RunState, world: Axis, warn: Warn, validates: bool) -> str | None:
     """What to say of a run whose steps are all done and validated; None where there is something to do.
 
-    Every rank calls it; rank 0 reads the metrics. Changed settings of a run that goes on are a warning.
+    Every rank calls it; rank 0 reads the metrics. Changed settings of a run that goes on are a warning. A run that has no
+    validation (`validates`) counts as validated.
 
     Raises:
         UserError: it is done, and the settings are not those that it was trained with.
@@ -56,7 +57,7 @@ def finished(config: Config, state: RunState, world: Axis, warn: Warn) -> str | 
     if changed:
         there = "; ".join(f"{key} is {old} there and {new} here" for key, (old, new) in changed.items())
         raise UserError(f"{done}, with other settings: {there}. Choose another run.dir; or a larger train.steps, to go on")
-    if not gather(world.rank == 0 and (not config.eval.samples or _validated(config.run.dir, state.step)), world)[0]:
+    if not gather(world.rank == 0 and (not validates or _validated(config.run.dir, state.step)), world)[0]:
         return None
     return f"{done}; nothing was trained or written. A larger train.steps goes on, another run.dir starts a new run"
 

@@ -86,6 +86,19 @@ class PackedDataset:
         return nats_per_token / math.log(2) * self.info.num_tokens / self.info.text_bytes
 
 
+def open_validation(path: str, seq_len: int, tokenizer: str, max_samples: int) -> tuple[PackedDataset | None, str | None]:
+    """The validation set, or None for a run that has none; and a warning where that is for want of text.
+
+    Raises UserError as PackedDataset does, except for too few tokens.
+    """
+    if not max_samples:
+        return None, None
+    if (found := read_info(path).num_tokens) > seq_len:
+        return PackedDataset(path, seq_len, tokenizer), None
+    few = f"{path} holds {found} tokens, fewer than the {seq_len + 1} of one sequence"
+    return None, f"no validation in this run: {few} (data.validation_paths or a larger data.validation_fraction give it text)"
+
+
 @functools.lru_cache(maxsize=2)  # a batch touches at most two epochs
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(num_samples), int64 [num_samples], not to be written to.

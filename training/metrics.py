@@ -223,6 +223,12 @@ class Metrics:
             self.warn(f"{self.path}: {error.strerror or error}; metrics go to the console only")
             self._file = None
 
+    def written(self) -> str:
+        """The run's folder and what there is in it."""
+        folder = self.path.parent
+        names = ("config.yaml", "metrics.jsonl", "checkpoints/", "wandb/", "profile/")
+        return f"{folder}/: {', '.join(name for name in names if (folder / name).exists())}"
+
     def close(self) -> None:
         """Ends the bar, the file and the wandb run."""
         if self._bar is not None:

@@ -54,8 +54,9 @@ def packed_path(folder: str, split: str) -> str:
 def read_info(path: str) -> PackedInfo:
     """The description of the packed file `path`. Raises UserError: missing, damaged, other format, truncated."""
     description = Path(path).with_suffix(".json")
-    if not description.is_file() or not os.path.isfile(path):
-        raise UserError(f"packed data {path} does not exist; make it with `python -m tools.prepare_data --config ...`")
+    missing = next((name for name in (path, str(description)) if not os.path.isfile(name)), None)
+    if missing is not None:
+        raise UserError(f"packed data {missing} does not exist; make it with `python -m tools.prepare_data --config ...`")
     try:
         fields = json.loads(description.read_text(encoding="utf-8"))
         if fields["format"] != FORMAT:

@@ -27,6 +27,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 1.0
 
 
+def steps_lost(done: int, last: int | None) -> str:
+    """What a run of `done` steps would lose by ending now, with its newest checkpoint at step `last` (None: there is none)."""
+    saved = "nothing has been saved" if last is None else f"the newest checkpoint is of step {last}"
+    return f"{saved}; {done - (last or 0)} steps are lost"
+
+
 class StopRequest:
     """Listens from construction to `close`. In the main thread only.
 

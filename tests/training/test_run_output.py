@@ -35,6 +35,38 @@ def test_metrics_file_has_what_people_plot(straight: dict[str, Any]) -> None:
     assert first["load/max_over_mean"] >= 1 and 0 <= first["load/layers.1.block.router/entropy"] <= 1
 
 
+def test_the_last_line_names_what_there_is(straight: dict[str, Any], base: Path) -> None:
+    metrics = Metrics(config_of(base, straight["dir"]), active=True)
+    assert metrics.written() == f"{straight['dir']}/: config.yaml, metrics.jsonl, checkpoints/"  # log.wandb=off
+    (straight["dir"] / "profile").mkdir()
+    assert metrics.written().endswith("checkpoints/, profile/")
+    (straight["dir"] / "profile").rmdir()
+
+
+@pytest.mark.parametrize(("settings", "warned"), [
+    (["eval.samples=0"], False),
+    (["data.validation_fraction=0"], True),
+])  # fmt: skip
+def test_training_needs_no_validation(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str], warned: bool
+) -> None:
+    """None asked for: the file may be absent. None there: a warning. Either way a finished run stays finished."""
+    for name in ("train.bin", "train.json"):
+        (tmp_path / name).write_bytes((base / name).read_bytes())
+    if warned:
+        described = json.loads((base / "validation.json").read_text()) | {"num_tokens": 0, "num_documents": 0, "text_bytes": 0}
+        (tmp_path / "validation.json").write_text(json.dumps(described))
+        (tmp_path / "validation.bin").write_bytes(b"")
+    args = ["--config", str(base / "run.yaml"), f"run.dir={tmp_path}/run", f"data.dir={tmp_path}", "train.steps=2", *settings]
+    for said in ("wrote", "is finished"):
+        assert train.main([*args, "eval.every=1", "fp8.health_every=0"]) == 0
+        told = capsys.readouterr()
+        assert said in told.out and ("no validation in this run" in told.err) == warned
+    assert not any("val/loss" in r for r in read_metrics(tmp_path / "run/metrics.jsonl"))
+    (tmp_path / "train.json").unlink()
+    assert train.main(args) == 2 and f"packed data {tmp_path}/train.json does not exist" in capsys.readouterr().err
+
+
 def test_superseded_and_half_written_records_are_left_out(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 1}, {"step": 2, "loss": 2}, {"event": "resume", "step": 1}, {"step": 2, "loss": 3}]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')

@@ -113,33 +113,52 @@ def test_two_signals_at_once_are_one(stop: StopRequest) -> None:
     assert stop.left == []
 
 
+def signalled(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Each call of `place` first gets a signal."""
+    module, _, name = place.rpartition(".")
+    owner = __import__(module, fromlist=[name])
+    original = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.05)
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
 @pytest.mark.parametrize("moment", ["start-up", "evaluation", "saving"])
 def test_stopped_at_any_moment_saves_and_says_143(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    def signalled(place: str) -> None:
-        module, _, name = place.rpartition(".")
-        owner = __import__(module, fromlist=[name])
-        original = getattr(owner, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.05)
-            return original(*args, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
     signalled(
+        monkeypatch,
         {
             "start-up": "train.load_tokenizer",
             "evaluation": "training.evaluate.forward",
             "saving": "training.checkpoint.write_shards",
-        }[moment]
+        }[moment],
     )
     config = config_of(base, tmp_path, "fp8.health_every=0", "eval.every=3", "checkpoint.every=4", "checkpoint.background=false")
     assert train.run(config) == STOPPED
     names = [p.name for p in whole_checkpoints(tmp_path)]
     assert names == {"start-up": [], "evaluation": ["step_00000003"], "saving": ["step_00000004", "step_00000005"]}[moment]
+
+
+@pytest.mark.parametrize(("moment", "lost"), [
+    ("train.load_tokenizer", 0),
+    ("training.step.forward", 2),  # agreed on in the step after
+    ("training.evaluate.forward", 6),
+])  # fmt: skip
+def test_without_checkpoints_a_stop_saves_nothing_and_says_so(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, moment: str, lost: int
+) -> None:
+    signalled(monkeypatch, moment)
+    config = config_of(base, tmp_path, "fp8.health_every=0", "eval.every=0", "checkpoint.every=0")
+    assert train.run(config) == (UNSAVED if lost else STOPPED)
+    said = capfd.readouterr()
+    assert f"wrote {tmp_path}/: config.yaml, metrics.jsonl (step {lost})\n" in said.out and not whole_checkpoints(tmp_path)
+    assert (f"(checkpoint.every=0): nothing has been saved; {lost} steps are lost" in said.err) == (lost > 0)
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(base: Path, tmp_path: Path) -> None:
