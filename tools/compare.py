@@ -7,6 +7,7 @@
 
 Each run is `train.py`'s own, one after the other in this process: same data in the same order, same initial weights for a seed.
 Recipes that the device cannot run are emulated. Writes OUT/compare.json (every loss) and OUT/compare.md (the table) after each run.
+A run that breaks or diverges has a row that says why. A signal ends the comparison: the run that it cuts short is left out (130).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -29,7 +31,8 @@ import torch
 from tools.reference_arithmetic import reference_arithmetic
 from train import run
 from training.config import Config, load_config
-from training.errors import UserError, exit_status
+from training.errors import DONE, UserError, exit_status
+from training.faults import BadStepError
 
 TAIL = 0.1  # share of the steps, the last ones, whose losses are averaged unless --tail says otherwise
 
@@ -47,6 +50,7 @@ class Outcome:
     tokens_per_s: float
     memory_gb: float
     losses: list[tuple[int, float]]
+    stopped: str | None = None  # why it has no result
 
 
 def config_of(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Config:
@@ -57,7 +61,7 @@ def config_of(args: argparse.Namespace, name: str, settings: list[str], seed: in
 
 
 def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Outcome:
-    """Trains under `settings` and reads what the run logged."""
+    """Trains under `settings` and reads what the run logged. Raises KeyboardInterrupt when a signal has cut it short."""
     config = config_of(args, name, settings, seed)
     folder = Path(config.run.dir)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -66,6 +70,8 @@ def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int)
     start = time.perf_counter()
     with reference_arithmetic() if name in args.reference else nullcontext():
         status = run(config)
+    if status != DONE:
+        raise KeyboardInterrupt
     seconds = time.perf_counter() - start
     memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -80,8 +86,8 @@ def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int)
 
 
 def tail_mean(losses: list[tuple[int, float]], share: float) -> float:
-    """Mean loss over the last `share` of the steps."""
-    return statistics.mean(loss for step, loss in losses if step > losses[-1][0] * (1 - share))
+    """Mean loss over the last `share` of the steps; NaN where nothing was logged."""
+    return statistics.mean([loss for step, loss in losses if step > losses[-1][0] * (1 - share)] or [math.nan])
 
 
 def joined(folders: list[str], share: float) -> list[Outcome]:
@@ -94,18 +100,21 @@ def joined(folders: list[str], share: float) -> list[Outcome]:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{folder} holds no comparison: {error}") from error
         found += [replace(o, loss=tail_mean(o.losses, share)) for o in outcomes]
+    if not any(o.stopped is None for o in found):
+        raise UserError(f"no run of {', '.join(folders)} came to its end")
     return found
 
 
 def table(outcomes: list[Outcome], base: str) -> str:
-    """Markdown: means over seeds, and the gap to `base` of the same seeds."""
+    """Markdown: means over seeds, and the gap to `base` of the same seeds; a row of its own for each run that has no result."""
     lines = [
         f"| setting | seeds | train loss | gap to {base} | val loss | gap to {base} | tokens/s | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    by_key = {(o.name, o.seed): o for o in outcomes}
-    for name in dict.fromkeys(o.name for o in outcomes):
-        runs = [o for o in outcomes if o.name == name]
+    ended = [o for o in outcomes if o.stopped is None]
+    by_key = {(o.name, o.seed): o for o in ended}
+    for name in dict.fromkeys(o.name for o in ended):
+        runs = [o for o in ended if o.name == name]
         mean = lambda key, runs=runs: statistics.mean(getattr(o, key) for o in runs)  # noqa: E731
         gaps = {}
         for key in ("loss", "val"):
@@ -117,7 +126,16 @@ def table(outcomes: list[Outcome], base: str) -> str:
             f"| {name} | {len(runs)} | {mean('loss'):.4f} | {gaps['loss']} | {mean('val'):.4f} | {gaps['val']} "
             f"| {mean('tokens_per_s'):,.0f} | {mean('memory_gb'):.2f} |"
         )
+    without = [o for o in outcomes if o.stopped is not None]
+    lines += [f"| {o.name}, seed {o.seed} | 0 | stopped: {o.stopped} | - | - | - | - | - |" for o in without]
     return "\n".join(lines)
+
+
+def broken(name: str, seed: int, error: Exception) -> Outcome:
+    """The outcome of a run that ended with `error`."""
+    why = str(error) if isinstance(error, BadStepError | UserError) else f"{type(error).__name__}: {error}"
+    text = " ".join(why.replace("|", "/").split())
+    return Outcome(name, seed, 1, math.nan, math.nan, 0.0, 0.0, 0.0, [], text if len(text) <= 160 else f"{text[:160]}...")
 
 
 def parse_settings(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -148,6 +166,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
+    if not 0 < args.tail <= 1:
+        raise UserError(f"--tail {args.tail:g} is no share: more than 0, at most 1")
     if args.join:
         outcomes = joined(args.join, args.tail)
         print(table(outcomes, args.base or outcomes[0].name))
@@ -173,14 +193,18 @@ def main(argv: list[str] | None = None) -> None:
         for name, values in settings.items():
             try:
                 outcomes.append(one_run(args, name, values, seed))
+            except KeyboardInterrupt:
+                rest = "the table has those before it" if outcomes else "there is no table"
+                print(f"{name}, seed {seed} was interrupted and is left out, as are the runs after it; {rest}", file=sys.stderr)
+                raise
             except Exception as error:  # one recipe that breaks must not take the others' results along
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                continue
+                outcomes.append(broken(name, seed, error))
             text = table(outcomes, base)
             (Path(args.out) / "compare.json").write_text(json.dumps([asdict(o) for o in outcomes]), encoding="utf-8")
             (Path(args.out) / "compare.md").write_text(text + "\n", encoding="utf-8")
             print(text, flush=True)
-    if not outcomes:
+    if not any(o.stopped is None for o in outcomes):
         raise UserError("no run came to its end")
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from tools import compare
 from tools.compare import Outcome
-from training.errors import UserError
+from training.config import Config
+from training.errors import STOPPED, UNSAVED, UserError, exit_status
 
 
 def outcome(name: str, seed: int, last: float) -> Outcome:
@@ -48,6 +49,8 @@ def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
     (["--recipes", "block", "--seeds", "1,x"], "--seeds 1,x are no whole numbers"),
     (["--recipes", "block", "--base", "bf16"], "--base bf16 is none of the settings: block"),
     (["--set", "fast"], "is not of the form"),
+    (["--recipes", "block", "--tail", "0"], "--tail 0 is no share"),
+    (["--recipes", "block", "--tail", "1.5"], "--tail 1.5 is no share"),
     (["--set", "fast:optim.lrr=1"], "did you mean optim.lr"),
 ])  # fmt: skip
 def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -68,6 +71,33 @@ def test_settings_that_break_do_not_take_the_others_along(
     command = ["--config", "configs/tiny.yaml", "--out", str(tmp_path), "--seeds", "1,2", "--set", "bad:"]
     compare.main([*command, "--set", "good:optim.lr=1e-3"])
     said = capsys.readouterr()
-    assert said.err.count("bad, seed") == 2 and "| good | 2 |" in (tmp_path / "compare.md").read_text()
+    written = (tmp_path / "compare.md").read_text()
+    assert said.err.count("bad, seed") == 2 and "| good | 2 |" in written
+    assert "| bad, seed 1 | 0 | stopped: RuntimeError: broke |" in written and "| good | 2 | 2.0000 | - |" in written
+    compare.main(["--join", str(tmp_path)])
+    assert capsys.readouterr().out.count("stopped: ") == 2
     with pytest.raises(UserError, match="no run came to its end"):
         compare.main(command)
+
+
+@pytest.mark.parametrize("first_ended", [True, False])
+def test_a_signal_ends_the_comparison_without_a_false_row(
+    first_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A run that a signal stops returns a status; its few losses are no result, and nothing is started after it."""
+    started = []
+
+    def run(config: Config) -> int:
+        started.append(config.run.dir)
+        Path(config.run.dir).mkdir()
+        stopped = len(started) == 1 + first_ended
+        lines = ['{"step": 1, "loss": 5.0}', '{"step": 2, "loss": 2.0}'][: 2 - stopped]
+        (Path(config.run.dir) / "metrics.jsonl").write_text("\n".join(lines))
+        return (UNSAVED, STOPPED)[first_ended] if stopped else 0
+
+    monkeypatch.setattr(compare, "run", run)
+    command = ["--config", "configs/tiny.yaml", "--out", str(tmp_path), "--recipes", "bf16,block,static"]
+    assert exit_status(lambda: compare.main(command)) == 130
+    said = capsys.readouterr()
+    assert len(started) == 1 + first_ended and "was interrupted and is left out" in said.err
+    assert said.out.count("| 1 |") == first_ended and (tmp_path / "compare.md").exists() == first_ended
