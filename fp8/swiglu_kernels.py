@@ -25,7 +25,7 @@ BACKWARD_REGISTERS = None  # or a cap
 def _pre_activation(
     h_ptr, q_ptr, si_ptr, row, row_ok, offset, block, rows, STORED: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """([ROWS, 128] of h's codes as fp32, their rows' inverse scales): what is stored, or quantised and stored here."""
+    """[ROWS, 128] of h as backward will see it: read from the stored codes, or quantised, stored and read back."""
     if STORED:
         code = tl.load(q_ptr + offset, mask=row_ok[:, None], other=0)
         inverse = tl.load(si_ptr + block * rows + row, mask=row_ok, other=0.0)
@@ -35,7 +35,7 @@ def _pre_activation(
         code = encode_bytes(x * multiplier[:, None], HARDWARE)
         tl.store(q_ptr + offset, code, mask=row_ok[:, None])
         tl.store(si_ptr + block * rows + row, inverse, mask=row_ok)
-    return decode_bytes(code, HARDWARE), inverse
+    return decode_bytes(code, HARDWARE) * inverse[:, None]
 
 
 @triton.jit
@@ -52,14 +52,13 @@ def _swiglu_quantize(
     row_ok = row < rows
     col = cb * 128 + tl.arange(0, 128)
     offset = row[:, None] * (2 * width) + col[None, :]
-    g, gate = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset, cb, rows, STORED, HARDWARE)
+    g = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset, cb, rows, STORED, HARDWARE)
     up_block = cb + width // 128
-    u, scale = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset + width, up_block, rows, STORED, HARDWARE)
-    scale *= gate
+    u = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset + width, up_block, rows, STORED, HARDWARE)
+    a = g * sigmoid(g, HARDWARE) * u
     if WEIGHTED:
-        scale *= tl.load(w_ptr + row, mask=row_ok, other=0.0)
-    s = reciprocal_of_1_plus_exp2(g * (gate * -LOG2_E)[:, None], HARDWARE)  # the sigmoid of g * gate
-    a = round_bf16(g * s * u * scale[:, None], HARDWARE)
+        a *= tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
+    a = round_bf16(a, HARDWARE)
     multiplier, inverse = pow2_scale(tl.max(abs_bits(a), 1))
     code = encode_bytes(a * multiplier[:, None], HARDWARE)
     tl.store(aq_ptr + row[:, None] * width + col[None, :], code, mask=row_ok[:, None])
