@@ -6,8 +6,8 @@ router) take an element-wise kernel.
 
 States equal those of `update_ref` bit for bit, except that a GPU takes the square root and the quotient approximately (two
 units in the last place of the *update*): a master may then round to the neighbouring value about once in a million.
-The limit is arithmetic as much as memory: bits are added and compared as integers, and one Philox evaluation serves four
-elements, all three states from disjoint bits of its words.
+Instructions count here as much as bytes: bits are added and compared as integers, two FP16 values in a register where that
+will do, and one Philox evaluation serves four elements, all three states from disjoint bits of its words.
 """
 
 import triton
