@@ -42,7 +42,7 @@ from training.recovery import recover
 from training.replicas import compare_replicas
 from training.resources import Resources, detailed, steady_state
 from training.sample import generate
-from training.schedule import fitted, learning_rate
+from training.schedule import fit_note, learning_rate
 from training.start import first_loss_problem, set_gradient_format, set_starting_values
 from training.states import gradient_format, optimizer_states
 from training.step import StepResult, TrainStep
@@ -144,10 +144,8 @@ class Run:
         metrics.say(self.throughput.formula())
         if train.deterministic:
             metrics.say(make_deterministic(device))
-        if (shrunk := fitted(optim, train.steps)) != (optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0):
-            metrics.warn(
-                f"train.steps={train.steps} has no room for optim.warmup_steps and decay_steps: they are {shrunk} in this run"
-            )
+        for note in (fit_note(optim, train.steps), *config.idle_keys(device.type)):
+            metrics.warn(note)
 
     # ---------------------------------------------------------------- the loop
 

@@ -96,6 +96,16 @@ class Fp8Config:
             prefix += verdict.log_prefix(name)
         return prefix
 
+    def idle_keys(self) -> list[str]:
+        """A sentence for each key that differs from its default and that the recipe does not read."""
+        recipe, roles, default = recipe_named(self.recipe), ("activation", "weight", "gradient", "wire"), Fp8Config()
+        is_fp8 = recipe.weight.is_fp8
+        scalings = {getattr(recipe, role).scaling for role in roles if is_fp8}
+        read = dict.fromkeys(("format", *roles), is_fp8) | dict.fromkeys(("amax_history", "amax_algo"), "delayed" in scalings)
+        read |= {"margin": bool(scalings & {"delayed", "current"}), "auto": recipe.adaptive}
+        idle = [name for name, is_read in read.items() if not is_read and getattr(self, name) != getattr(default, name)]
+        return [f"fp8.{name} is set, but fp8.recipe={self.recipe} does not read it" for name in idle]
+
     def problems(self) -> list[str]:
         """Everything that is inconsistent by itself."""
         names = {"fp8.recipe": self.recipe} | {f"fp8.overrides {key}": name for key, name in self.overrides.items()}

@@ -87,8 +87,13 @@ def execute(line: str) -> int:
     """Exit status of one documented command."""
     program, *arguments = shlex.split(line)
     if program == "hf":
-        assert arguments[0] == "download" and arguments[2] == "--local-dir"
-        download(Path(arguments[3]))
+        assert arguments[0] == "download" and arguments[-2] == "--local-dir"
+        named, folder = arguments[2:-2], Path(arguments[-1])
+        if not named:
+            download(folder)
+        for name in named:  # single files of a model: those of the one above
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(next(Path("data").glob(f"Ling*/{name}")), folder)
         return 0
     if program == "make":
         if arguments != ["train"]:
@@ -112,7 +117,7 @@ def execute(line: str) -> int:
     assert arguments[0] == "-m", line
     tool = TOOLS[arguments[1].removeprefix("tools.")]
     rest = arguments[2:]
-    if tool in (train_tokenizer, prepare_data) and "ling" not in line:
+    if tool in (train_tokenizer, prepare_data):
         rest += own_texts(rest)
     return exit_status(lambda: tool.main(rest)) or 0
 
@@ -122,7 +127,7 @@ def test_every_command_of_the_usage_page_runs(workplace: Path) -> None:
     assert len(lines) > 15
     for line in lines:
         assert execute(line) == 0, line
-    for made in ("runs/tiny/report/report.html", "comparison/report.html", "exported/model.safetensors.index.json"):
+    for made in ("runs/tiny/report/report.html", "runs/comparison/report.html", "runs/exported/model.safetensors.index.json"):
         assert (workplace / made).is_file()
 
 

@@ -1,7 +1,7 @@
 """Published BailingMoeV2 folders (Ling-mini/flash/1T, Ring) to octet checkpoints and back, a tensor at a time.
 
-    python -m tools.convert_hf import Ling-mini-base-2.0 checkpoints/ling_mini [--mtp drop]
-    python -m tools.convert_hf export runs/ling_mini exported [--dtype auto|bf16|fp8|fp32] [--mtp drop]
+    python -m tools.convert_hf import data/Ling-mini-base-2.0 data/imported/ling_mini [--mtp drop]
+    python -m tools.convert_hf export runs/ling_mini runs/exported [--dtype auto|bf16|fp8|fp32] [--mtp drop]
 
 `export` takes a run, one of its checkpoints, or an import. Memory stays within a few GB whatever the model. The output appears
 under its name only when it is whole.

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from training.corpus import DataConfig, read_documents
 from training.errors import UserError, exit_status
 from training.readers import Tally
-from training.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from training.tokenizer import Tokenizer, load_tokenizer, source_of, train_tokenizer
 
 
 def training_texts(config: DataConfig, tally: Tally) -> Iterator[str]:
@@ -49,7 +49,10 @@ def make_tokenizer(config: DataConfig, force: bool = False) -> Tokenizer:
         print(f"tokenizer {config.tokenizer} exists: {tokenizer.vocab_size} tokens, {tokenizer.fingerprint[:12]}")
         return tokenizer
     if not config.tokenizer.endswith(".model"):
-        raise UserError(f"tokenizer {config.tokenizer} does not exist; only a sentencepiece .model can be trained here")
+        raise UserError(
+            f"tokenizer {config.tokenizer} does not exist, and only a sentencepiece .model can be trained here; "
+            f"{source_of(config.tokenizer)}; or set data.tokenizer to a name that ends in .model"
+        )
     tally, start = Tally(), time.perf_counter()
     tokenizer = train_tokenizer(training_texts(config, tally), config.vocab_size, config.tokenizer)
     print(

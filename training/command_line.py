@@ -6,15 +6,38 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from parallel.memory import ExpertMemoryError
 from parallel.mesh import close_mesh
 from training.config import Config, load_config
 from training.errors import ALONE, DESYNCED, DIVERGED, MISTAKE, UserError
 from training.faults import BadStepError
+from training.metrics import read_reference
 from training.process import lost_contact
 from training.replicas import DesyncError
+from training.run_state import whole_checkpoints
 from training.summary import describe
+
+
+def refuse_unusable(config: Config) -> None:
+    """Raises UserError for folders that no run could use, with all of them; before any work, so that a dry run finds them too."""
+    resume, found = config.checkpoint.resume, []
+    place = Path(config.run.dir).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        found.append(f"cannot write in run.dir={config.run.dir}: {place} is not {'writable' if place.is_dir() else 'a folder'}")
+    if resume not in ("auto", "none") and not (Path(resume) / "state.json").is_file() and not whole_checkpoints(resume):
+        found.append(
+            f"no checkpoint at {resume}: checkpoint.resume is auto, none, or the path of a checkpoint or of a run that has one"
+        )
+    try:
+        read_reference(config.log.reference)
+    except UserError as error:
+        found.append(str(error))
+    if found:
+        raise UserError("\n  - ".join([f"{len(found)} problems", *found]) if len(found) > 1 else found[0])
 
 
 def command_line(run: Callable[[Config], int], description: str | None, arguments: list[str] | None) -> int:
@@ -28,13 +51,16 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
     parser.add_argument("--world-size", type=int, help="ranks a dry run plans for; by default the fewest possible")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(arguments)
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, launched = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    planned = args.world_size or launched
     try:
-        if args.dry_run:
-            config = load_config(args.config, args.overrides, args.world_size)
-            print(describe(config, args.world_size or config.fewest_ranks))
-            return 0
-        return run(load_config(args.config, args.overrides, world_size))
+        config = load_config(args.config, args.overrides, planned if args.dry_run else launched or 1)
+        refuse_unusable(config)
+        if not args.dry_run:
+            return run(config)
+        if rank == 0:
+            print(describe(config, planned or config.fewest_ranks))
+        return 0
     except (UserError, ExpertMemoryError, BadStepError, DesyncError) as error:
         alone = isinstance(error, ExpertMemoryError)
         if alone or int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one

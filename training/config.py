@@ -85,7 +85,8 @@ class CheckpointConfig:
     keep_for_merge: int = 0  # stay too, when this is more: the inputs of tools.merge
     keep_every: int = 0  # the checkpoint of every so many steps stays for ever; 0: none does
     background: bool = True  # written from a copy in host memory while training goes on
-    # "auto": the newest whole one of run.dir, if there is one; "none"; or the path of a run or of one checkpoint
+    # "auto": the newest whole one of run.dir, if there is one; "none"; or the path of a run or of one checkpoint, for a
+    # run.dir without checkpoints (the same command, started again, goes on from those it has written since)
     resume: str = "auto"
     # A run without checkpoints of its own starts from the weights of this one (an import, a merge, a run), moments at zero
     init_from: str | None = None
@@ -146,6 +147,19 @@ class Config:
         """A file that `load_config` reads back to an equal Config."""
         return dump_yaml(self.to_dict())
 
+    def idle_keys(self, device: str) -> list[str]:
+        """What to say of keys that are set and change nothing beside the others, or on this `device` ("cpu", "cuda")."""
+        optim, profile = self.optim, self.profile
+        on_gpus = {"train.cuda_graphs": self.train.cuda_graphs, "optim.offload": optim.offload, "profile.memory": profile.memory}
+        found = [f"{key} is for GPUs: it changes nothing on a CPU" for key, value in on_gpus.items() if value and device == "cpu"]
+        if not profile.start and profile != ProfileConfig():
+            found.append("profile.* is set, but profile.start=0 opens no window")
+        if optim.schedule != "wsd" and optim.decay_steps:
+            found.append(f"optim.decay_steps is set, but optim.schedule={optim.schedule} does not read it")
+        if optim.schedule == "constant" and optim.min_lr_ratio:
+            found.append("optim.min_lr_ratio is set, but optim.schedule=constant does not read it")
+        return self.fp8.idle_keys() + found
+
     def problems(self, world_size: int = 1) -> list[str]:
         """Everything inconsistent about running this on `world_size` ranks, each with its numbers."""
         return self._range_problems() + self.model.problems() + self._fit_problems(world_size)
@@ -174,7 +188,7 @@ class Config:
             "the shared expert's width": model.shared_intermediate_size,
             "model.vocab_size": model.vocab_size,
         }
-        found += check_layout(
+        layout = check_layout(
             world_size,
             parallel.tp,
             parallel.ep,
@@ -184,6 +198,8 @@ class Config:
             tokens=train.micro_batch * self.data.seq_len,
             widths={} if is_fp8 else widths,
         )
+        start = f": start it with torchrun --nproc-per-node {self.fewest_ranks} train.py ..." if world_size == 1 else ""
+        found += [problem + start if problem.startswith("world size") else problem for problem in layout]
         dp = max(world_size // max(parallel.tp, 1), 1)
         if train.micro_batch >= 1 and train.global_batch % (train.micro_batch * dp):
             found.append(
@@ -200,6 +216,10 @@ class Config:
         low = optimizer_states(optim, level) != States() or gradient_format(optim, level) != "fp32"
         if self.fp8.name == "fp32" and low:
             found.append("fp8.recipe=fp32 is the reference: optimizer states and gradients stay fp32 (optim.states, fp8.level)")
+        if self.profile.start > train.steps:
+            found.append(f"profile.start={self.profile.start} is after the last step, train.steps={train.steps}")
+        if not self.run.dir.strip():
+            found.append("run.dir is empty: name the folder that the run writes to")
         if optim.schedule == "wsd" and optim.decay_steps < 1:
             found.append(f"optim.decay_steps={optim.decay_steps} must be at least 1 with optim.schedule=wsd")
         if self.data.seq_len > model.max_position_embeddings:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 import yaml
@@ -203,11 +203,16 @@ def _checked(key: str, entry: Entry, hint: Any, problems: list[str]) -> bool:
     """Whether the value has the type of its key; puts the coerced value (int where float is asked) into the entry."""
     if entry.text is not None and (hint is str or (hint == str | None and entry.value is not None)):
         entry.value = entry.text  # `run.name=007` is the text that was typed
+    kinds = set(get_args(hint)) or {hint}
+    if int in kinds and float not in kinds and isinstance(entry.value, float) and entry.value.is_integer():
+        entry.value = int(entry.value)  # `train.steps=1e3`
     try:
         entry.value = pydantic.TypeAdapter(hint).validate_json(json.dumps(entry.value), strict=True)
     except (pydantic.ValidationError, TypeError) as error:
         messages = [e["msg"] for e in error.errors()] if isinstance(error, pydantic.ValidationError) else [str(error)]
         message = " or ".join(dict.fromkeys(m[:1].lower() + m[1:] for m in messages))
+        if get_origin(hint) is list:
+            message += f", in brackets: '{key}=[{entry.value}]', '{key}=[a,b]'"
         problems.append(f"{entry.origin}: {key}={entry.value!r}: {message}")
         return False
     if isinstance(entry.value, float) and not math.isfinite(entry.value):

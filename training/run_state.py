@@ -135,11 +135,12 @@ def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
 def resume_from(run_dir: str, resume: str, warn: Warn, check: Check | None = None) -> Path | None:
     """Which checkpoint `checkpoint.resume` asks for; None to start anew.
 
-    A run that has checkpoints of its own goes on from them even when `resume` names another run: that is how a restarted
-    job finds its way.
+    A run that began at the checkpoint or run that `resume` names goes on from its own checkpoints once it has some: that is how
+    the same command, started again, finds its way.
 
     Raises:
-        UserError: `resume` is "none" but the run has checkpoints already, or names something that is not there.
+        UserError: `resume` is "none" or names another start than the run's own, but the run has checkpoints already; or it names
+            something that is not there.
     """
     own = newest_whole(run_dir, warn, check) if resume != "none" else None
     if resume == "none":
@@ -153,6 +154,12 @@ def resume_from(run_dir: str, resume: str, warn: Warn, check: Check | None = Non
         if own is None and whole_checkpoints(run_dir):
             raise UserError(f"no checkpoint of {run_dir} can be read; move its checkpoints/ away to start anew")
         if resume != "auto" and Path(resume).resolve() not in (own.resolve(), Path(run_dir).resolve()):
-            warn(f"{run_dir} has checkpoints of its own: continuing {own}, not checkpoint.resume={resume}")
+            section = RunState.read(own).config.get("checkpoint")
+            if not isinstance(section, dict) or section.get("resume") != resume:
+                raise UserError(
+                    f"checkpoint.resume={resume}, but {run_dir} has checkpoints of its own, up to {own.name}: choose another "
+                    "run.dir to start from there, or checkpoint.resume=auto to continue the run's own"
+                )
+            warn(f"continuing {own}: the run began at checkpoint.resume={resume} and has checkpoints of its own since")
         return own
     return locate(resume, warn, check)

@@ -48,6 +48,13 @@ def fitted(optim: OptimConfig, num_steps: int) -> tuple[int, int]:
     return warmup, num_steps - warmup if decay else 0
 
 
+def fit_note(optim: OptimConfig, num_steps: int) -> str | None:
+    """What to say of a run whose warmup and decay are shrunk."""
+    if (shrunk := fitted(optim, num_steps)) == (optim.warmup_steps, optim.decay_steps if optim.schedule == "wsd" else 0):
+        return None
+    return f"train.steps={num_steps} has no room for optim.warmup_steps and decay_steps: they are {shrunk} in this run"
+
+
 def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
     """The rate of optimizer step `step` (0-based) of a run of `num_steps`."""
     warmup, decay = fitted(optim, num_steps)

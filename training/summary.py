@@ -12,7 +12,9 @@ from model.config import ModelConfig
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
 from training.packing import SPLITS, packed_path
+from training.schedule import fit_note
 from training.states import gradient_format, optimizer_states
+from training.tokenizer import source_of
 
 
 def bytes_per_parameter(recipe_name: str, states: States | None = None, gradient: str = "fp32") -> dict[str, float]:
@@ -53,6 +55,8 @@ def describe(config: Config, world_size: int) -> str:
     if config.model == ModelConfig():
         size = f"{counts['total']:,} parameters"
         lines.append(f"note              no model.* key is set, so this is Ling-mini-2.0, the default ({size})")
+    notes = fit_note(optim, config.train.steps), *config.idle_keys(config.train.device)
+    lines += [f"note              {text}" for text in notes if text is not None]
     return "\n".join(lines + [f"not there yet     {what}" for what in missing_files(config)])
 
 
@@ -60,10 +64,11 @@ def missing_files(config: Config) -> list[str]:
     """Files that a run would look for and not find, each with what makes it."""
     data, found = config.data, []
     if not Path(data.tokenizer).exists():
-        found.append(f"{data.tokenizer}: python -m tools.train_tokenizer --config ... (or set data.tokenizer)")
-    for split in SPLITS:
-        if not Path(packed_path(data.dir, split)).exists():
-            found.append(f"{packed_path(data.dir, split)}: python -m tools.prepare_data --config ...")
+        found.append(f"{data.tokenizer}: {source_of(data.tokenizer)} (or set data.tokenizer)")
+    for split in SPLITS if config.eval.samples else SPLITS[:1]:
+        packed = Path(packed_path(data.dir, split))
+        missing = [path for path in (packed, packed.with_suffix(".json")) if not path.exists()]
+        found += [f"{path}: python -m tools.prepare_data --config ..." for path in missing[:1]]
     found += [f"{pattern}: no file matches (data.paths)" for pattern in data.paths if not glob(str(pattern), recursive=True)]
     start = config.checkpoint.init_from
     if start and not Path(start).exists():

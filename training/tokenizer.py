@@ -118,6 +118,17 @@ class HuggingFaceTokenizer:
         return self._model.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
 
 
+def source_of(path: str) -> str:
+    """What to do for a tokenizer at `path`: a `.model` is trained here, a `tokenizer.json` is a published model's own."""
+    if path.endswith(".model"):
+        return "train one with `python -m tools.train_tokenizer --config ...`"
+    if path.endswith(".json"):
+        fetch = "hf download inclusionAI/Ling-mini-2.0 tokenizer.json tokenizer_config.json"
+        folder = os.path.dirname(path) or "."
+        return f"a tokenizer.json is a published model's own: fetch it, for Ling 2.0 with `{fetch} --local-dir {folder}`"
+    return "a name that ends in .model can be trained, with `python -m tools.train_tokenizer --config ...`"
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """Opens a `.model` file, a `tokenizer.json`, or a folder that holds one of them.
 
@@ -130,10 +141,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             raise UserError(f"folder {path} holds neither tokenizer.json nor tokenizer.model")
         path = found[0]
     if not os.path.isfile(path):
-        raise UserError(
-            f"tokenizer {path} does not exist; train one with `python -m tools.train_tokenizer --config ...` "
-            "or set data.tokenizer to an existing file"
-        )
+        raise UserError(f"tokenizer {path} does not exist; {source_of(path)}; or set data.tokenizer to an existing file")
     return HuggingFaceTokenizer(path) if path.endswith(".json") else SentencePieceTokenizer(path)
 
 

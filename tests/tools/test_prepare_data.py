@@ -102,6 +102,8 @@ def test_troubles_of_the_corpus_are_told(run, tmp_path):
 @pytest.mark.parametrize(("tool", "arguments", "message"), [
     (train_tokenizer, ["data.paths=[nowhere/*.txt]"], "nowhere/*.txt"),
     (train_tokenizer, ["data.tokenizer=none/tokenizer.json"], "none/tokenizer.json does not exist"),
+    (train_tokenizer, ["data.tokenizer=none/tokenizer.json"], "tokenizer.json tokenizer_config.json --local-dir none`"),
+    (prepare_data, ["data.tokenizer=none/tokenizer.json"], "hf download inclusionAI/Ling-mini-2.0 tokenizer.json"),
     (train_tokenizer, ["data.vocab_size=100000", "model.vocab_size=100096"], "data.vocab_size=100000"),
     (prepare_data, ["data.tokenizer=none.model"], "none.model does not exist"),
     (prepare_data, ["data.dir=/dev/null/x"], "/dev/null/x"),

@@ -179,10 +179,13 @@ def test_which_checkpoint_a_run_resumes(tmp_path: Path) -> None:
         resume_from(str(a), "none", quiet)
     with pytest.raises(UserError, match="no checkpoint at nowhere"):
         resume_from(str(b), "nowhere", quiet)
-    own = checkpointer(b).save(7, 7, None)
+    own = checkpointer(b, resume=str(a)).save(7, 7, None)
     warnings: list[str] = []
     assert resume_from(str(b), str(a), warnings.append) == own, "a restarted job goes on with its own"
     assert "continuing" in warnings[0]
+    assert resume_from(str(b), str(own), quiet) == resume_from(str(b), str(b), quiet) == own
+    with pytest.raises(UserError, match=f"resume={first}, but {b} has checkpoints of its own, up to step_00000007: choose"):
+        resume_from(str(b), str(first), quiet)  # not where it began
     for path in whole_checkpoints(b):
         (path / ".metadata").write_bytes(b"")
     with pytest.raises(UserError, match="no checkpoint of .* can be read"):

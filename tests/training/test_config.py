@@ -128,6 +128,8 @@ def test_file_mistakes(tmp_path: Path) -> None:
 
 def test_override_mistakes(tmp_path: Path) -> None:
     text = message(write(tmp_path, ""), "optim", "optim={lr: 1}", "optim.lr=nan", "optim.lr=.inf", "train.device=tpu")
+    assert "in brackets: 'data.paths=[texts/*.txt]'" in message(write(tmp_path, ""), "data.paths=texts/*.txt")
+    assert "valid integer" in message(write(tmp_path, ""), "train.steps=1.5")
     for part in ("'optim' is not of the form", "optim is a section", "optim.lr=", "should be 'auto', 'cpu' or 'cuda'"):
         assert part in text
 
@@ -136,6 +138,7 @@ def test_config_survives_a_round_trip(tmp_path: Path) -> None:
     config = load_config(TINY, ["run.name=1e3", "data.paths=['a', 'off']", "log.entity=~"])
     assert load_config(write(tmp_path, config.to_yaml())) == config
     assert config.run.name == "1e3"
+    assert load_config(TINY, ["train.steps=1e3", "data.max_bytes=1.5e6"]).train.steps == 1000
 
 
 def test_sections_are_frozen() -> None:

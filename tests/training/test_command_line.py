@@ -1,0 +1,108 @@
+"""The command line of train.py: its dry run, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+
+
+def call_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
+    return train.main()
+
+
+def test_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    assert call_main(monkeypatch, "--config", "configs/ling_mini.yaml", "train.steps=10", "--dry-run", "optim.warmup_steps=1") == 0
+    out = capsys.readouterr().out
+    for part in ("steps: 10", "16,255,638,528 total", "FLOPs/token = 6", "18,022,400 = 4400 sequences x 4096", "17.0002",
+                 "8 = dp 8 x tp 1"):  # fmt: skip
+        assert part in out, part
+
+
+def test_a_dry_run_refuses_what_no_run_could_use(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    cases = {
+        "no checkpoint at nope": ["checkpoint.resume=nope"],
+        "log.reference=nope: cannot read nope/metrics.jsonl": ["log.reference=nope"],
+        f"cannot write in run.dir={tmp_path}/file/run: {tmp_path}/file is not a folder": [f"run.dir={tmp_path}/file/run"],
+        "run.dir is empty": ["run.dir="],
+        "profile.start=7 is after the last step, train.steps=6": ["profile.start=7"],
+        "2 problems": ["checkpoint.resume=nope", "log.reference=nope"],
+        "start it with torchrun --nproc-per-node 2 ": ["parallel.ep=2", "--world-size", "1"],
+    }
+    for part, args in cases.items():
+        assert train.main(["--config", str(base / "run.yaml"), "--dry-run", f"run.dir={tmp_path}/run", *args]) == 2, part
+        said = capsys.readouterr()
+        assert part in said.err and said.err.count("error:") == 1 and not said.out, said
+
+
+def test_keys_that_change_nothing_are_noted(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a dry run, and as warnings of the run."""
+    cases = {
+        "fp8.activation is set, but fp8.recipe=bf16 does not read it": "fp8.activation=e5m2",
+        "fp8.margin is set, but": "fp8.margin=2",
+        "train.cuda_graphs is for GPUs": "train.cuda_graphs=true",
+        "profile.start=0 opens no window": "profile.steps=2",
+        "optim.decay_steps is set, but optim.schedule=cosine": "optim.decay_steps=2",
+        "no room for optim.warmup_steps": "optim.warmup_steps=8",
+    }
+    args = ["--config", str(base / "run.yaml"), f"run.dir={tmp_path}", "train.device=cpu", "fp8.recipe=bf16"]
+    args.append("optim.schedule=cosine")
+    assert train.main([*args, *cases.values(), "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert dry.count("\nnote  ") == len(cases) and all(part in dry for part in cases)
+    assert train.main([*args, *cases.values(), "train.steps=1", "eval.samples=0", "checkpoint.every=0"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("warning: ") == len(cases) and all(part in err for part in cases), err
+    assert train.main([*args, "optim.decay_steps=0", "--dry-run", "--world-size", "2"]) == 0
+    assert "\nnote  " not in capsys.readouterr().out
+
+
+def test_a_dry_run_under_torchrun_speaks_once_and_for_its_ranks(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert train.main(["--config", str(base / "run.yaml"), "--dry-run"]) == 0
+        assert capsys.readouterr().out.count("2 = dp 2 x tp 1") == (rank == "0")
+
+
+def test_a_config_without_a_model_is_told_to_be_ling_mini(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert call_main(monkeypatch, "--config", str(tmp_path / "empty.yaml"), "--dry-run") == 0
+    note = "note              no model.* key is set, so this is Ling-mini-2.0, the default (16,255,638,528 parameters)"
+    assert note in capsys.readouterr().out
+    assert call_main(monkeypatch, "--config", "configs/tiny.yaml", "--dry-run") == 0
+    assert "the default" not in capsys.readouterr().out
+
+
+def test_mistakes_are_one_message_without_traceback(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = ("--config", str(base / "run.yaml"), f"run.dir={tmp_path / 'run'}")
+    cases = {
+        "did you mean optim.lr?": (*config, "optim.lrr=1"),
+        "cannot read config nope.yaml": ("--config", "nope.yaml"),
+        "tokenizer nope does not exist": (*config, "data.tokenizer=nope"),
+        "packed data /nope/train.bin does not exist": (*config, "data.dir=/nope"),
+        "fewer than one global batch": (*config, "train.global_batch=100000"),
+        "no checkpoint at nope": (*config, "checkpoint.resume=nope"),
+        "checkpoint.resume is auto, none, or the path": (*config, "checkpoint.resume=never"),
+        "finds no GPU on this machine": (*config, "train.device=cuda"),
+        "the model's vocabulary holds only 128": (*config, "model.vocab_size=128", "data.vocab_size=128"),
+    }
+    if torch.cuda.is_available():
+        del cases["finds no GPU on this machine"]
+    for part, args in cases.items():
+        assert call_main(monkeypatch, *args) == 2, part
+        err = capsys.readouterr().err
+        assert part in err and "Traceback" not in err, err
+        assert err.count("error:") == 1
