@@ -1,0 +1,34 @@
+"""tools.roofline: FLOPs or bytes, whichever takes longer."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from model.config import ModelConfig  # noqa: E402
+from tools.roofline import PEAK, linear_seconds, part_seconds, step_seconds  # noqa: E402
+
+C, RATE = ModelConfig(), 4e12
+
+
+def test_many_rows_are_bound_by_the_tensor_cores() -> None:
+    flops = 6 * 16384 * C.vocab_size * C.hidden_size
+    assert part_seconds(C, "head", 16384, 4096, True, RATE) == pytest.approx(flops / PEAK[True])
+    assert part_seconds(C, "head", 16384, 4096, False, RATE) == pytest.approx(flops / PEAK[False])
+
+
+def test_few_rows_are_bound_by_their_weights() -> None:
+    """Read twice, the gradient written once in FP32: 1 + 1 + 4 bytes a parameter under FP8, 2 + 2 + 4 under BF16."""
+    size = 256 * 1024 * 2048
+    assert linear_seconds(8, 1024, 2048, True, RATE, experts=256) == pytest.approx(6 * size / RATE, rel=1e-3)
+    assert linear_seconds(8, 1024, 2048, False, RATE, experts=256) == pytest.approx(8 * size / RATE, rel=1e-3)
+
+
+def test_a_step_is_its_parts() -> None:
+    parts = {part: part_seconds(C, part, 4096, 4096, True, RATE) for part in ("attention", "dense", "moe", "head")}
+    moe = C.num_hidden_layers - C.first_k_dense_replace
+    assert C.num_nextn_predict_layers == 0
+    want = C.num_hidden_layers * parts["attention"] + moe * parts["moe"] + C.first_k_dense_replace * parts["dense"] + parts["head"]
+    assert step_seconds(C, 4096, 4096, True, RATE) == pytest.approx(want)
+    assert part_seconds(C, "layer", 4096, 4096, True, RATE) == pytest.approx(parts["attention"] + parts["moe"])
