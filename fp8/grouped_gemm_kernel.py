@@ -11,10 +11,8 @@ One CTA per multiprocessor walks over output tiles of 128 x 256 (or 128). Its wa
 a warp that loads operands by TMA into a ring of stages; a warp that stores finished chunks; when accumulating, a warp that loads
 the old output. A 128x256 tile needs a quarter less L2-to-shared traffic than 128x128, and that traffic is near its limit.
 The row blocks in use are counted on the device: the host never waits, and rows past the last group are never read. With QUANTIZE
-consumers make E4M3 with 1x128 tiles of their sums.
-
-A trap of the compiler (triton 3.6): a variable carried through a loop whose only use is to bound an inner loop stays at its first
-value. Bounds of inner loops are therefore loaded inside the iteration that uses them.
+consumers make E4M3 with 1x128 tiles of their sums. A trap of triton 3.6: a variable carried through a loop whose only use is to
+bound an inner loop stays at its first value. Bounds of inner loops are therefore loaded inside the iteration that uses them.
 """
 
 from triton.experimental import gluon
