@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -271,7 +270,3 @@ def on_all(args: argparse.Namespace) -> list[bench_wire.Measured]:
         bench_wire.show(legs)
     close_mesh()
     return legs
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

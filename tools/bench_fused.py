@@ -163,7 +163,3 @@ def report(name: str, us: float, size: int, copy: float) -> dict[str, object]:
     rate = size / us / 1e3
     print(f"{name:<52}{us:9.1f}{rate:8.0f}{rate / copy / 1e3:9.0%}")
     return {"kernel": name, "us": us, "bytes": size, "of_copy": rate / copy / 1e3}
-
-
-if __name__ == "__main__":
-    main()

@@ -174,7 +174,3 @@ def main(argv: list[str] | None = None) -> None:
                 weight.main_grad = None
     if args.out:
         args.out.write_text(json.dumps(results, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -33,6 +33,7 @@ from model.loss import count_valid
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh, build_mesh, close_mesh
 from tools.memory_account import LiveBytes, allocated
+from tools.output import need_gpu
 
 # Ling-mini's proportions at a quarter of its width; 512 tokens.
 SMALL = ModelConfig(
@@ -219,6 +220,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stage", type=int, default=4, help="stage of the 2 x 2 x 2 table")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    if args.device != "cpu":
+        need_gpu(f"--device {args.device}")
     # on a GPU Ling-mini's layers, with a vocabulary that is quicker to initialise
     config = SMALL if args.device == "cpu" else replace(ModelConfig(), num_hidden_layers=3, vocab_size=16384)
     if args.config:

@@ -122,7 +122,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8.state_codecs import CODECS, codec_bytes, new_state
+from tools.output import at_least
 
 ROLE = "exp_avg_sq"
 GROUPS = 16
@@ -36,7 +37,7 @@ def ratios(fmt: str, beta2: float, nearest: bool, spread: float, steps: int) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.bench states", description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=at_least(1), default=2000)
     parser.add_argument("--spread", type=float, default=1.0, help="of the logarithm of the gradients' deviations in a group")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -48,7 +49,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             size, rounding = codec_bytes(CODECS[ROLE][fmt]), "nearest" if nearest else "stochastic"
             print(f"{fmt:6} {size:6.3f} {rounding:10} {beta2:6}   {text[0]:22} {text[1]:24}", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

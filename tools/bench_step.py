@@ -270,7 +270,3 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
             print(f"    busy {row['busy_ms']:.3f} ms in {row['launches']} launches")
             print_kernels(row, 24)
     return row
-
-
-if __name__ == "__main__":
-    main()

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.output import at_least
+from training.errors import exit_status
 from training.run_state import whole_checkpoints
 
 EVERY = 3  # steps between checkpoints
@@ -234,8 +236,7 @@ class Drill:
 
 
 def _last_step(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    steps = [0]
+    path, steps = run / "metrics.jsonl", [0]
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             steps.append(json.loads(line)["step"])
@@ -280,15 +281,14 @@ def drill(folder: Path, kills: int, rank_counts: list[int], steps: int, per_run:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the counts; status 1 when anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--per-run", type=int, default=5, help="kills of one run")
+    parser.add_argument("--kills", type=at_least(0), default=50)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 3, 4])
+    parser.add_argument("--steps", type=at_least(1), default=24)
+    parser.add_argument("--per-run", type=at_least(1), default=5, help="kills of one run")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        report = drill(Path(folder), args.kills, args.ranks, args.steps, args.per_run, args.seed)
+        began, report = time.monotonic(), drill(Path(folder), args.kills, args.ranks, args.steps, args.per_run, args.seed)
     print(report.text())
     print(json.dumps(dataclasses.asdict(report) | {"seconds": round(time.monotonic() - began)}))
     for failure in report.failures:
@@ -297,4 +297,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -53,8 +53,14 @@ def skeleton(config: ModelConfig) -> Transformer:
 
 
 def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our weight name -> its global shape."""
-    return {name: weight.global_shape for name, weight in weights(skeleton(config))}
+    """Our weight name -> its global shape. Raises UserError for a model with other weights than BailingMoeV2 has."""
+    shapes = {name: weight.global_shape for name, weight in weights(skeleton(config))}
+    held = {part.name for part in parts(config)}
+    if wrong := [*(f"has no weight for {name}" for name in shapes if name not in held),
+                 *(f"needs {name}, which this model does not have" for name in held if name not in shapes)]:  # fmt: skip
+        more = f"; {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise UserError(f"the published format, BailingMoeV2, {'; '.join(wrong[:4])}{more}: a layer of your own has no place in it")
+    return shapes
 
 
 def bias_names(config: ModelConfig) -> dict[str, str]:

@@ -1,16 +1,36 @@
-"""A folder that appears under its name only when it is whole."""
+"""What tools share: a folder that appears under its name only when it is whole; arguments that are counts; the need of a GPU."""
 
 from __future__ import annotations
 
+import argparse
 import glob
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from training.errors import UserError
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` on."""
+
+    def count(text: str) -> int:
+        if (value := int(text)) < low:
+            raise argparse.ArgumentTypeError(f"{value} is less than {low}")
+        return value
+
+    return count
+
+
+def need_gpu(what: str) -> None:
+    """Raises UserError on a machine without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(f"{what} needs a CUDA GPU; torch {torch.__version__} finds none on this machine")
 
 
 @contextmanager

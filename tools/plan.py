@@ -199,6 +199,9 @@ def table(plans: list[Plan], gpu: Gpu, count: int) -> list[str]:
     return lines[: count + 1]
 
 
+NO_LAYOUT = "no layout: "
+
+
 def report(config: Config, gpus: int, gpu: Gpu) -> str:
     """The whole plan as text."""
     states = states_of(config)
@@ -212,7 +215,7 @@ def report(config: Config, gpus: int, gpu: Gpu) -> str:
     plans = search(config, gpus, gpu, states)
     if not plans:
         why = f"train.global_batch={config.train.global_batch} or the model's sizes do not divide over {gpus} GPUs"
-        return "\n".join([*lines, f"no layout: {why}"])
+        return "\n".join([*lines, f"{NO_LAYOUT}{why}"])
     best, lean = plans[0], PRESETS["lean"]
     if not best.fits(gpu):
         limit = f"of {gpu.memory / GB:,.1f} GB"
@@ -256,7 +259,8 @@ def compare_allocator(config: Config) -> str:
         close_mesh()
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the plan; status 1 when no layout divides over the GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--gpus", type=int, help="number of GPUs; by default the fewest that the config's layout needs")
@@ -271,6 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = compare_allocator(config) if options.compare_allocator else report(config, gpus, GPUS[options.gpu])
     if os.environ.get("RANK", "0") == "0":
         print(text)
+    return int(NO_LAYOUT in text)
 
 
 if __name__ == "__main__":

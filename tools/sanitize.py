@@ -23,6 +23,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+from training.errors import exit_status
+
 TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "exchange", "gemm", "quantise")
 RACE = re.compile(r"Race reported between (\w+) access at (.+)\n((?:=+ +and .+\n)+)")
 OTHER = re.compile(r"and (\w+) access at (.+?)(?: \[(\d+) hazards?\])?\n")
@@ -130,4 +132,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(exit_status(main))

@@ -11,14 +11,13 @@ class UserError(Exception):
     """Something the user can put right. The message names the file, key or number and what to do."""
 
 
-def exit_status(main: Callable[[], None]) -> int:
-    """Runs `main` and returns the process's exit status: 0; 2 after printing the message of a UserError; 130 after Ctrl-C."""
+def exit_status(main: Callable[[], int | None]) -> int:
+    """Runs `main`; returns the exit status: what it returns (None: 0), 2 after printing a UserError, 130 after Ctrl-C."""
     try:
-        main()
+        return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0

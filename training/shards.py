@@ -121,6 +121,10 @@ def read_shards(folder: Path, shards: Mapping[str, Shard], world: Axis) -> None:
         widens = (dtype, shard.tensor.dtype) == (torch.bfloat16, torch.float32)  # an imported model's masters
         if dtype != shard.tensor.dtype and not widens:  # copying would convert codes without their scales
             raise ShardError(f"{name} is stored as {dtype}, this run keeps it as {shard.tensor.dtype} (optim.states)")
+        size = tuple(getattr(saved.get(name), "size", shard.size()))
+        if size != tuple(shard.size()) and name.endswith(".history"):
+            steps = f"a history of {size[0]} steps, this run of {shard.size()[0]}"
+            raise ShardError(f"{name} is {steps} (fp8.amax_history; or another fp8.recipe, which needs a run of its own)")
     reader = _Reader(folder)
     _run(dcp.load, shards, world, storage_reader=reader, planner=_LoadPlanner())
 

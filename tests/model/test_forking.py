@@ -16,6 +16,8 @@ from model import transformer
 from model.loss import NumValid, count_valid
 from model.transformer import initial_values
 from tests.model.tiny import batch, build, optimizer_of
+from tools.hf_import import global_shapes
+from training.errors import UserError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "forking.md").read_text()
 
@@ -61,6 +63,8 @@ def test_the_block_of_the_page_trains_inside_the_model(page: dict[str, object], 
         losses.append(result.total.item())
     assert losses[-1] < 0.8 * losses[0], losses
     assert "layers.0.block.mlp.up" in dict(weights(model))
+    with pytest.raises(UserError, match=r"BailingMoeV2, has no weight for layers\.0\.block\.mlp\.up.*layer of your own"):
+        global_shapes(model.config)  # where the export of such a model ends
 
 
 def test_the_changed_recipe_uses_e5m2_for_gradients_only(page: dict[str, object]) -> None:

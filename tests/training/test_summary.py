@@ -13,7 +13,8 @@ def test_dry_run_names_missing_files(tmp_path: Path) -> None:
     overrides = [f"data.dir={tmp_path}", f"data.tokenizer={tmp_path}/t.model", "data.source=text", f"data.paths=[{tmp_path}/*.txt]"]
     config = load_config(ROOT / "configs" / "tiny.yaml", [*overrides, f"checkpoint.init_from={tmp_path}/other"])
     missing = "\n".join(missing_files(config))
-    for name in ("t.model: train one with `python -m tools.train_tokenizer", "train.bin", "validation.bin", "*.txt: no file matches", "other"):
+    trained = "t.model: train one with `python -m tools.train_tokenizer"
+    for name in (trained, "train.bin", "validation.bin", "*.txt: no file matches", "other"):
         assert name in missing, missing
     assert describe(config, 1).count("not there yet") == 5
     without = load_config(ROOT / "configs" / "tiny.yaml", [*overrides, "eval.samples=0"])
