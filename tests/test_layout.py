@@ -102,3 +102,16 @@ def tree_in_readme(text: str) -> set[str]:
 def test_readme_tree_is_the_disk() -> None:
     listed, there = tree_in_readme((ROOT / "README.md").read_text()), tree_on_disk()
     assert listed == there, f"only in the README: {sorted(listed - there)}; only on disk: {sorted(there - listed)}"
+
+
+def test_the_reading_order_is_an_afternoon() -> None:
+    """The README says how many lines its reading order has, and how many the rest."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = {name_of(p): len(p.read_text().splitlines()) for p in SOURCES}
+    order, folder = [], ""
+    for name in re.findall(r"`([\w/]+\.py)`", readme.partition("## Reading order")[2].partition("\n\n")[2].partition("\n\n")[0]):
+        folder = name.rpartition("/")[0] or ("" if name == "train.py" else folder)
+        order.append(name if "/" in name or not folder else f"{folder}/{name}")
+    read = sum(lines[name] for name in order)
+    assert len(order) > 15 and abs(read - 3000) < 250, (read, order)
+    assert abs(sum(lines.values()) - read - 21000) < 1500, sum(lines.values()) - read
