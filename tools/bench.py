@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from tools.output import need_gpu
 from training.errors import exit_status
 
-GPU_ONLY = ("fused", "kernels", "layer", "optimizer")
 COMMANDS = {
     "numerics": ("tools.bench_numerics", "error and underflow of each recipe on known distributions"),
     "memory": ("tools.bench_memory", "bytes kept between forward and backward, by activation stage and tensor class"),
@@ -29,8 +27,6 @@ def main() -> int | None:
         for name, (_, text) in COMMANDS.items():
             print(f"  {name:10} {text}")
         return 2
-    if sys.argv[1] in GPU_ONLY and not {"-h", "--help"} & set(sys.argv):
-        need_gpu(f"tools.bench {sys.argv[1]}")
     return importlib.import_module(COMMANDS[sys.argv[1]][0]).main(sys.argv[2:])
 
 

@@ -33,6 +33,7 @@ from fp8.quantize import quantize, quantize_both, requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.router_gemm import router_gemm
 from model.config import ModelConfig
+from tools.output import need_gpu
 
 EPS = 1e-6
 Case = tuple[str, Callable[[], object], int]  # name, what runs, bytes
@@ -143,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    need_gpu("tools.bench fused")
     c = ModelConfig()
     a, b = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
     copy = 2 * a.numel() / time_us(lambda: b.copy_(a)) / 1e6

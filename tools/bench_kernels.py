@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from fp8.grouped_gemm import Groups, grouped_gemm_nt, grouped_wgrad, make_groups
 from fp8.quantize import quantize, quantize_both, quantize_t, requantize_t, retile_t, transpose
 from fp8.recipe import Spec
+from tools.output import need_gpu
 
 ROW, BLOCKS = Spec("e4m3", (1, 128), "block"), Spec("e4m3", (128, 128), "block")
 TOP_K = 8
@@ -204,6 +205,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="write all results here as JSON")
     args = parser.parse_args(argv)
+    need_gpu("tools.bench kernels")
     torch.manual_seed(0)
     timer = Timer(args.rounds)
     copy_rate = measure_copy(timer)

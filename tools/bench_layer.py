@@ -23,6 +23,7 @@ from model.attention import Context
 from model.config import ModelConfig
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh
+from tools.output import need_gpu
 from tools.roofline import copy_rate, part_seconds
 
 Run = Callable[[], Tensor]  # forward; returns what backward starts from
@@ -141,6 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    need_gpu("tools.bench layer")
     config = ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk)
     models = {name: build(config, getattr(Recipe, name)(), args.stage) for name in args.recipes}
     results: list[dict[str, object]] = []

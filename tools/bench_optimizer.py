@@ -20,6 +20,7 @@ from fp8.grad_norm import grad_norm_squared
 from fp8.optimizer import PRESETS, AdamW, bytes_report
 from fp8.recipe import Recipe
 from fp8.weight import Weight
+from tools.output import need_gpu
 
 SHAPES = ((256, 1024, 2048), (256, 2048, 512))
 
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args(argv)
+    need_gpu("tools.bench optimizer")
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
     header = f"{'states':8} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
