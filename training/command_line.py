@@ -28,7 +28,8 @@ def refuse_unusable(config: Config) -> None:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         found.append(f"cannot write in run.dir={config.run.dir}: {place} is not {'writable' if place.is_dir() else 'a folder'}")
-    if resume not in ("auto", "none") and not (Path(resume) / "state.json").is_file() and not whole_checkpoints(resume):
+    begins = resume not in ("auto", "none") and not whole_checkpoints(config.run.dir)  # else it goes on from its own
+    if begins and not (Path(resume) / "state.json").is_file() and not whole_checkpoints(resume):
         found.append(
             f"no checkpoint at {resume}: checkpoint.resume is auto, none, or the path of a checkpoint or of a run that has one"
         )
@@ -66,6 +67,9 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
         if alone or int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
         return {BadStepError: DIVERGED, DesyncError: DESYNCED}.get(type(error), MISTAKE)
+    except KeyboardInterrupt:  # before the run listens for signals
+        print("interrupted", file=sys.stderr)
+        return 130
     except RuntimeError as error:
         if (reason := lost_contact(error)) is None:
             raise

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from tests.training.runs import losses
 
 
 def call_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
@@ -106,3 +107,26 @@ def test_mistakes_are_one_message_without_traceback(
         err = capsys.readouterr().err
         assert part in err and "Traceback" not in err, err
         assert err.count("error:") == 1
+
+
+def test_a_run_that_began_elsewhere_goes_on_without_that(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command again, after the folder that it began at is gone; another beginning is refused."""
+    args = ["--config", str(base / "run.yaml"), "eval.samples=0", "fp8.health_every=0", "optim.schedule=constant"]
+    first = [*args, f"run.dir={tmp_path}/a", "train.steps=1"]
+    assert train.main([*first, "optim.warmup_steps=0", "optim.decay_steps=0"]) == 0
+    second = [*args, f"run.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a", "optim.warmup_steps=0", "optim.decay_steps=0"]
+    assert train.main([*second, "train.steps=2"]) == 0
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert train.main([*second, "train.steps=3"]) == 0
+    assert "continuing" in capsys.readouterr().err and sorted(losses(tmp_path / "b")) == [2, 3]
+    assert train.main([*second, "train.steps=4", f"checkpoint.resume={tmp_path}/c"]) == 2
+    assert "has checkpoints of its own, up to step_00000003: choose another run.dir" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.command_line.load_config", interrupted)
+    assert train.main(["--config", "configs/tiny.yaml", "--dry-run"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
