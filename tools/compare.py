@@ -119,11 +119,12 @@ def table(outcomes: list[Outcome], base: str) -> str:
         gaps = {}
         for key in ("loss", "val"):
             pairs = [(getattr(o, key), getattr(by_key[base, o.seed], key)) for o in runs if (base, o.seed) in by_key]
-            ratios = [100 * (value / reference - 1) for value, reference in pairs]
+            ratios = [100 * (value / reference - 1) for value, reference in pairs if not math.isnan(value + reference)]
             spread = f" (± {statistics.stdev(ratios):.2f})" if len(ratios) > 1 else ""
             gaps[key] = f"{statistics.mean(ratios):+.3f}%{spread}" if ratios else "-"
+        loss, val = (f"{mean(key):.4f}".replace("nan", "-") for key in ("loss", "val"))  # no validation: eval.samples=0
         lines.append(
-            f"| {name} | {len(runs)} | {mean('loss'):.4f} | {gaps['loss']} | {mean('val'):.4f} | {gaps['val']} "
+            f"| {name} | {len(runs)} | {loss} | {gaps['loss']} | {val} | {gaps['val']} "
             f"| {mean('tokens_per_s'):,.0f} | {mean('memory_gb'):.2f} |"
         )
     without = [o for o in outcomes if o.stopped is not None]

@@ -1,7 +1,7 @@
 """Comparisons that ran side by side, in one table."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,12 @@ def test_joined_runs_are_measured_against_the_base_of_their_own_seed(tmp_path: P
     compare.main(["--join", one, two, "--tail", "1", "--base", "fp32"])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| lean"))
     assert "| 4.0350 | +0.810% (± 0.74) |" in row  # 3.51 against 3.5, 4.56 against 4.5
+
+
+def test_a_comparison_without_validation_has_no_numbers_for_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    none = [replace(outcome(name, 1, 2.0), val=float("nan")) for name in ("a", "b")]
+    compare.main(["--join", write(tmp_path / "1", *none)])
+    assert "| b | 1 | 2.0000 | +0.000% | - | - | 100 |" in capsys.readouterr().out
 
 
 def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
