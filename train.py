@@ -144,7 +144,7 @@ class Run:
         metrics.say(self.throughput.formula())
         if train.deterministic:
             metrics.say(make_deterministic(device))
-        for note in (fit_note(optim, train.steps), *config.idle_keys(device.type)):
+        for note in (fit_note(optim, train.steps), *config.idle_keys(device.type), self.window.missed(self.done)):
             metrics.warn(note)
 
     # ---------------------------------------------------------------- the loop

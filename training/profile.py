@@ -33,6 +33,11 @@ class ProfileWindow:
         self.active = profile.start > 0 and rank < profile.ranks
         self._profiler: torch.profiler.profile | None = None
 
+    def missed(self, done: int) -> str | None:
+        """What to say of a window that would have begun in the `done` steps before a resume."""
+        start = self.profile.start
+        return f"profile.start={start} is behind this run, which goes on after step {done}: no window" if 0 < start <= done else None
+
     def begin(self, step: int) -> None:
         """Before step `step`."""
         if not self.active or step != self.profile.start:

@@ -115,7 +115,8 @@ def test_a_run_that_began_elsewhere_goes_on_without_that(base: Path, tmp_path: P
     first = [*args, f"run.dir={tmp_path}/a", "train.steps=1"]
     assert train.main([*first, "optim.warmup_steps=0", "optim.decay_steps=0"]) == 0
     second = [*args, f"run.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a", "optim.warmup_steps=0", "optim.decay_steps=0"]
-    assert train.main([*second, "train.steps=2"]) == 0
+    assert train.main([*second, "train.steps=2", "profile.start=1"]) == 0
+    assert "profile.start=1 is behind this run, which goes on after step 1: no window" in capsys.readouterr().err
     (tmp_path / "a").rename(tmp_path / "c")
     assert train.main([*second, "train.steps=3"]) == 0
     assert "continuing" in capsys.readouterr().err and sorted(losses(tmp_path / "b")) == [2, 3]
