@@ -36,7 +36,8 @@ class ProfileWindow:
     def missed(self, done: int) -> str | None:
         """What to say of a window that would have begun in the `done` steps before a resume."""
         start = self.profile.start
-        return f"profile.start={start} is behind this run, which goes on after step {done}: no window" if 0 < start <= done else None
+        behind = f"profile.start={start} is behind this run, which goes on after step {done}: no window"
+        return behind if 0 < start <= done else None
 
     def begin(self, step: int) -> None:
         """Before step `step`."""
