@@ -11,6 +11,7 @@ import torch
 from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.loss import count_valid
+from model.transformer import Transformer
 from parallel.mesh import Mesh
 from tests.model import tiny
 from tools.bench_operands import RECIPES, measure, operands
@@ -49,17 +50,23 @@ def test_outliers_cost_tensorwise_scales_and_not_blocks() -> None:
         assert found["element dy"] < (0.06 if "hybrid" in name else 0.03), name
 
 
-def test_a_run_prints_a_row_for_each_recipe_and_layer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def small_run(folder: Path) -> Transformer:
+    """A run's folder with a checkpoint and packed text; the model that it holds."""
     for i in range(20):
-        (tmp_path / f"{i}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 50)
-    tokenizer = train_tokenizer([(tmp_path / "0.txt").read_text()], 290, str(tmp_path / "tok.model"))
-    texts = dict(source="text", paths=[str(tmp_path / "*.txt")], validation_fraction=0.5)
-    data = DataConfig(tokenizer=tokenizer.path, dir=str(tmp_path), seq_len=128, **texts)
+        (folder / f"{i}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 50)
+    tokenizer = train_tokenizer([(folder / "0.txt").read_text()], 290, str(folder / "tok.model"))
+    texts = dict(source="text", paths=[str(folder / "*.txt")], validation_fraction=0.5)
+    data = DataConfig(tokenizer=tokenizer.path, dir=str(folder), seq_len=128, **texts)
     pack_corpus(data, tokenizer)
-    config = Config(run=RunConfig(dir=str(tmp_path)), model=tiny.CONFIG, data=data, fp8=Fp8Config(recipe="block"))
+    config = Config(run=RunConfig(dir=str(folder)), model=tiny.CONFIG, data=data, fp8=Fp8Config(recipe="block"))
     model = tiny.build(Recipe.block(), seed=3)
     optimizer = tiny.optimizer_of(model, seed=3)
     Checkpointer(config, model, optimizer, Mesh.solo(), tokenizer.fingerprint, "data").save(1, 1, None)
+    return model
+
+
+def test_a_run_prints_a_row_for_each_recipe_and_layer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = small_run(tmp_path)
     bench(argparse.Namespace(run=str(tmp_path), gemm="attention.qkv", sequences=2, data=None, tokenizer=None, split="validation"))
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| layers") or line.startswith("| mtp")]
     assert len(rows) == 3 * len([name for name, _ in weights(model) if name.endswith("attention.qkv")])
