@@ -122,14 +122,6 @@ def shift_word(word, k, HARDWARE: tl.constexpr):
         return out | (shift_code((word >> 16) & 0xFF, k) << 16) | (shift_code((word >> 24) & 0xFF, k) << 24)
 
 
-@triton.jit
-def max4(a, b, c, d):
-    """fp32 bits of the largest magnitude of four tensors; NaN wins."""
-    nan: tl.constexpr = tl.PropagateNan.ALL
-    ab = tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=nan)
-    return abs_bits(tl.maximum(ab, tl.maximum(tl.abs(c), tl.abs(d), propagate_nan=nan), propagate_nan=nan))
-
-
 # ---------------------------------------------------------------- four neighbours at once
 
 

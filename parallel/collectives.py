@@ -159,12 +159,3 @@ def start_all_gather_rows(q: Quantized, axis: Axis, kind: str) -> PendingRows | 
 def all_gather_rows(q: Quantized, axis: Axis, kind: str) -> Quantized:
     """`start_all_gather_rows`, waited for."""
     return start_all_gather_rows(q, axis, kind).wait()
-
-
-def start_exchange(q: Quantized, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int]) -> PendingRows | _Arrived:
-    """All-to-all of q's rows, payload and scales in one collective."""
-    if axis.size == 1:
-        return _Arrived(q)
-    form = RowFormat.of(q)
-    pending = start_all_to_all(pack(q), axis, kind, send, recv, FORMAT_NAMES[form.dtype])
-    return PendingRows(pending, form, q.scale_inv)

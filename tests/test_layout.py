@@ -98,7 +98,6 @@ def tree_in_readme(text: str) -> set[str]:
     return {name for name in found if name.partition("/")[0] in (*LAYERS, "configs", "docs", "train.py")}
 
 
-@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no README yet")
 def test_readme_tree_is_the_disk() -> None:
     listed, there = tree_in_readme((ROOT / "README.md").read_text()), tree_on_disk()
     assert listed == there, f"only in the README: {sorted(listed - there)}; only on disk: {sorted(there - listed)}"
