@@ -85,7 +85,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             if first != end or last < first:
                 raise UserError(f"{path}: damaged header ({name} lies at {first} to {last}, the one before it ends at {end})")
             end = last
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise UserError(f"{path}: damaged header ({error!r})") from error
     if size != 8 + length + end:
         raise UserError(f"{path} is truncated: {size} bytes, its header wants {8 + length + end}")

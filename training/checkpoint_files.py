@@ -107,7 +107,7 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
         expected = {name: [int(n) for n in sealed[name]] for name in names}
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError, RecursionError) as error:
         return [f"{SEAL} cannot be read ({error})"]
 
     def problem(name: str) -> str | None:

@@ -67,7 +67,7 @@ def read_info(path: str) -> PackedInfo:
                 raise TypeError(f"{name} is {fields[name]!r:.40}")
         if info.dtype not in ("<u2", "<u4"):
             raise TypeError(f"dtype is {info.dtype!r:.40}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, OverflowError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{description} is damaged ({error}); delete it and prepare the data again") from error
     size, expected = os.path.getsize(path), info.num_tokens * np.dtype(info.dtype).itemsize
     if size != expected:
@@ -137,7 +137,7 @@ def documents_done(config: DataConfig) -> int:
     for split in SPLITS:
         try:
             done += json.loads(Path(f"{packed_path(config.dir, split)}.partial.json").read_text(encoding="utf-8"))["num_documents"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, OverflowError, KeyError, TypeError):
             pass
     return done
 
@@ -173,7 +173,7 @@ class _Writer:
                 return None
             self.num_tokens, self.num_documents = done["num_tokens"], done["num_documents"]
             self.skip, self.expected = done["num_documents"], done["source_hash"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, OverflowError, KeyError, TypeError):
             return None
         file = open(self.partial, "r+b")
         file.truncate(size)

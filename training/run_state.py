@@ -54,7 +54,7 @@ class RunState:
             return state
         except OSError as error:
             raise UserError(f"cannot read checkpoint {folder}: {error.strerror or error}") from error
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, OverflowError, TypeError, KeyError, RecursionError) as error:
             raise UserError(f"checkpoint {folder}: state.json is damaged ({error})") from error
 
     def check(self, folder: Path, model: ModelConfig, tokenizer: str, data: str, warn: Warn) -> None:

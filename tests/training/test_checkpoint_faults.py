@@ -201,6 +201,14 @@ def test_names_in_checksums_cannot_leave_the_checkpoint(tmp_path: Path) -> None:
     assert "No such file" in verify(path)[0], "looked for inside of the checkpoint only"
 
 
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity", '"many"', "null"])
+def test_numbers_that_are_none_are_named(tmp_path: Path, number: str) -> None:
+    """JSON as Python reads it knows infinity, which is no integer."""
+    path = saver_in(tmp_path).save(1, 1, None)
+    (path / "checksums.json").write_text('{".metadata": [%s, 5]}' % number)
+    assert "checksums.json cannot be read" in verify(path)[0]
+
+
 class _Evil:
     def __init__(self, target: Path) -> None:
         self.target = target
