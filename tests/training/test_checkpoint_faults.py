@@ -205,7 +205,7 @@ def test_names_in_checksums_cannot_leave_the_checkpoint(tmp_path: Path) -> None:
 def test_numbers_that_are_none_are_named(tmp_path: Path, number: str) -> None:
     """JSON as Python reads it knows infinity, which is no integer."""
     path = saver_in(tmp_path).save(1, 1, None)
-    (path / "checksums.json").write_text('{".metadata": [%s, 5]}' % number)
+    (path / "checksums.json").write_text(f'{{".metadata": [{number}, 5]}}')
     assert "checksums.json cannot be read" in verify(path)[0]
 
 
