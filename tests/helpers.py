@@ -115,3 +115,12 @@ def run_train(
         text=True,
         timeout=timeout,
     )
+
+
+def run_gpu_tests_interpreted(files: Iterable[str]) -> None:
+    """GPU tests of Triton kernels, in Triton's interpreter on the CPU and in a process of its own: all must pass."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout

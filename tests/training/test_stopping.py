@@ -161,22 +161,29 @@ def test_without_checkpoints_a_stop_saves_nothing_and_says_so(
     assert (f"(checkpoint.every=0): nothing has been saved; {lost} steps are lost" in said.err) == (lost > 0)
 
 
-def test_a_signal_to_one_rank_stops_both_at_the_same_step(base: Path, tmp_path: Path) -> None:
-    """As torchrun starts them; rank 1 is told by itself."""
-    script = tmp_path / "one.py"
+def signalling_script(folder: Path, when: str, name: str, then: str) -> Path:
+    """A script that trains as train.py does, sends itself the signal `name` before a step `when`, and does `then` with `status`."""
+    script = folder / "one.py"
     script.write_text(
         "import os, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import train\nfrom training.step import TrainStep\n"
         "call = TrainStep.__call__\n"
-        "def told(self, step, *args, **options):\n"
-        "    if step == 3 and os.environ['RANK'] == '1':\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "def signalled(self, step, *args, **options):\n"
+        f"    if {when}:\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
         "    return call(self, step, *args, **options)\n"
-        "TrainStep.__call__ = told\n"
+        "TrainStep.__call__ = signalled\n"
         "status = train.main(sys.argv[1:])\n"
-        f"open({str(tmp_path)!r} + '/status' + os.environ['RANK'], 'w').write(str(status))\n"
+        f"{then}\n"
     )
+    return script
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(base: Path, tmp_path: Path) -> None:
+    """As torchrun starts them; rank 1 is told by itself."""
+    status = f"open({str(tmp_path)!r} + '/status' + os.environ['RANK'], 'w').write(str(status))"
+    script = signalling_script(tmp_path, "step == 3 and os.environ['RANK'] == '1'", "SIGTERM", status)
     config = ("--config", str(base / "run.yaml"), f"run.dir={tmp_path / 'run'}", *QUICK, "train.steps=60")
     done = run_train(*config, ranks=2, script=str(script))
     assert [(tmp_path / f"status{r}").read_text() for r in (0, 1)] == ["143", "143"], done.stderr
@@ -185,19 +192,8 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(base: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_torchrun_restarts_killed_ranks_and_they_go_on(base: Path, tmp_path: Path) -> None:
-    script = tmp_path / "one.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "import train\nfrom training.step import TrainStep\n"
-        "call = TrainStep.__call__\n"
-        "def killed(self, step, *args, **options):\n"
-        "    if step == 4 and os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return call(self, step, *args, **options)\n"
-        "TrainStep.__call__ = killed\n"
-        "sys.exit(train.main(sys.argv[1:]))\n"
-    )
+    first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    script = signalling_script(tmp_path, f"step == 4 and os.environ['RANK'] == '1' and {first}", "SIGKILL", "sys.exit(status)")
     config = ("--config", str(base / "run.yaml"), f"run.dir={tmp_path / 'run'}", *QUICK)
     done = run_train(*config, ranks=2, script=str(script), env={"PET_MAX_RESTARTS": "1"})
     assert done.returncode == 0, done.stderr
