@@ -30,15 +30,13 @@ from fp8.stash import Stash
 from fp8.swiglu import quantize_pre_activation, quantize_swiglu, quantize_swiglu_backward, swiglu_ref
 from fp8.weight import Weight
 from model.config import ModelConfig
+from parallel.combine import combine_rows, start_combine_rows, start_combine_slots
 from parallel.dispatch import (
     DispatchPlan,
     PlanStart,
     buffer_rows,
-    combine_rows,
     dispatch,
     dispatch_turned,
-    start_combine_rows,
-    start_combine_slots,
     start_dispatch_both,
     start_plan,
     turn_tokens,

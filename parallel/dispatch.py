@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to the ranks that own their experts, and the results back.
+"""Expert parallelism: tokens travel to the ranks that own their experts; how the results come back: combine.py.
 
 A token goes once to each rank that owns one of its experts, however many it owns there; that rank copies the row to
 its experts and sums their outputs before sending one row back. So a token costs at most min(k, n) rows each way.
@@ -7,8 +7,6 @@ its experts and sums their outputs before sending one row back. So a token costs
     dispatch_rows     the same trip for other rows
     dispatch_both     for dY in backward: rows, and columns for wgrad
     dispatch_turned   for x again, turned for wgrad
-    combine_rows      y [R, D] -> [T, D], summed over each token's experts: the output, and dX in backward
-    combine_slots     dweights [R] -> [T, k]
 
 Rows of one expert are in (source rank, token) order. Dropless: buffers are sized from counts that the ranks exchange,
 which is the one host synchronisation of a layer, started by `start_plan` and waited for in `dispatch`. With ep = 1
@@ -37,20 +35,17 @@ from fp8.permute import (
     permute_both,
     permute_requantize_t,
     permute_slots,
-    sum_rows,
-    unpermute_slots,
-    unpermute_sum,
 )
-from fp8.quantize import quantize, requantize_t, retile_t
+from fp8.quantize import requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Spec
 from parallel.collectives import Pending, all_to_all, rows_of_ranks, start_all_gather, start_all_gather_rows, start_all_to_all
 from parallel.mesh import Axis
-from parallel.payload import RowFormat, pack, sum_packed, unpack
+from parallel.payload import RowFormat, pack, unpack
 from parallel.send_plan import Counted, count_tokens, order_tokens, own_slots, read_slots, slot_bytes
 from parallel.traffic import FORMAT_NAMES
 
-DISPATCH, COMBINE = "dispatch", "combine"
+KIND = "dispatch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +100,7 @@ def start_plan(ids_Tk: Tensor, num_experts: int, axis: Axis, tokens: tuple[Quant
         return PlanStart(axis, ids_Tk, num_experts, flight=None if tokens is None else _gather_tokens(*tokens, ids_Tk, axis))
     counted = count_tokens(ids_Tk, num_experts, axis.size)
     one_each = [1] * axis.size
-    received = all_to_all(counted.sent, axis, DISPATCH, one_each, one_each)
+    received = all_to_all(counted.sent, axis, KIND, one_each, one_each)
     counts = torch.stack([counted.sent, received])
     if not counts.is_cuda:
         return PlanStart(axis, ids_Tk, num_experts, counted, counts)
@@ -140,7 +135,7 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     with _beside_later_work(start) as hand_over:
         order = order_tokens(start.ids_Tk, weights_Tk, start.counted, local, sum(send))
         form, payload = RowFormat.of(x_q, order.slots_MX.shape[1]), pack(x_q, order.token_M, order.slots_MX)
-        arrived = all_to_all(payload, axis, DISPATCH, send, recv, FORMAT_NAMES[form.dtype])
+        arrived = all_to_all(payload, axis, KIND, send, recv, FORMAT_NAMES[form.dtype])
         hand_over(order.token_M, order.row_Tn, arrived)
     weights_Nk, ids_Nk = read_slots(arrived, form.data_bytes, k, 0, local)
     perm = build_permutation(ids_Nk, local, buffer_rows(start))
@@ -150,7 +145,7 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
 
 def _gather_tokens(x_q: Quantized, weights_Tk: Tensor, ids_Tk: Tensor, axis: Axis) -> Pending:
     payload = pack(x_q, None, own_slots(ids_Tk, weights_Tk))
-    return start_all_gather(payload, axis, DISPATCH, FORMAT_NAMES[x_q.data.dtype])
+    return start_all_gather(payload, axis, KIND, FORMAT_NAMES[x_q.data.dtype])
 
 
 def _dispatch_gathered(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quantized, Tensor, DispatchPlan]:
@@ -210,13 +205,13 @@ def start_dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Callable[[], Quan
         arriving = _start_tokens(x_q, plan.axis)
         return lambda: permute(arriving(), plan.perm)
     form, payload = RowFormat.of(x_q), pack(x_q, plan.token_M)
-    flight = start_all_to_all(payload, plan.axis, DISPATCH, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
+    flight = start_all_to_all(payload, plan.axis, KIND, plan.send, plan.recv, FORMAT_NAMES[form.dtype])
     return lambda: _unpack_rows(flight.wait(), form, x_q, plan.perm)
 
 
 def _start_tokens(x_q: Quantized, axis: Axis) -> Callable[[], Quantized]:
     """[T, D] -> [n * T, D], where the axis gathers."""
-    return start_all_gather_rows(x_q, axis, DISPATCH).wait
+    return start_all_gather_rows(x_q, axis, KIND).wait
 
 
 def dispatch_rows(x_q: Quantized, plan: DispatchPlan) -> Quantized:
@@ -261,40 +256,3 @@ def _unpack_rows(arrived_NB: Tensor, form: RowFormat, sent: Quantized, perm: Per
     """Packed rows [N, B] -> [R, D], each where `perm` puts it."""
     k, live_B = perm.row_Tk.shape[1], perm.groups.block_expert_B
     return unpack(arrived_NB, form, sent.scale_inv, perm.slot_R, k, live_B)
-
-
-def start_combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
-    """[R, D] -> [T, D]: the sum over each token's experts, in FP32; on the wire in y's dtype or `axis.wire`.
-
-    The experts of one rank are summed there, so one row a (token, rank) comes back. Returns a function that waits and gives
-    the sum.
-    """
-    axis, partial_ND = plan.axis, unpermute_sum(y_RD, plan.perm)
-    if axis.size == 1:
-        return lambda: partial_ND
-    if axis.wire is None:
-        flight = start_all_to_all(partial_ND, axis, COMBINE, plan.recv, plan.send)
-        return lambda: sum_rows(flight.wait(), plan.row_Tn)
-    q, dtype = quantize(partial_ND, axis.wire), y_RD.dtype
-    form = RowFormat.of(q)
-    flight = start_all_to_all(pack(q), axis, COMBINE, plan.recv, plan.send, FORMAT_NAMES[form.dtype])
-    return lambda: sum_packed(flight.wait(), form, plan.row_Tn, dtype)
-
-
-def combine_rows(y_RD: Tensor, plan: DispatchPlan) -> Tensor:
-    """`start_combine_rows`, waited for."""
-    return start_combine_rows(y_RD, plan)()
-
-
-def start_combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
-    """[R] -> [T, k]: a value of each (token, slot), back from the rank of its expert. Exact: each has one source."""
-    dw_Nk = unpermute_slots(dw_R, plan.perm)
-    if plan.axis.size == 1:
-        return lambda: dw_Nk
-    flight = start_all_to_all(dw_Nk, plan.axis, COMBINE, plan.recv, plan.send)
-    return lambda: sum_rows(flight.wait(), plan.row_Tn)
-
-
-def combine_slots(dw_R: Tensor, plan: DispatchPlan) -> Tensor:
-    """`start_combine_slots`, waited for."""
-    return start_combine_slots(dw_R, plan)()

@@ -30,7 +30,8 @@ from fp8.recipe import Recipe
 from fp8.route import select_experts
 from fp8.weight import Weight
 from parallel.collectives import all_gather, all_reduce, all_to_all
-from parallel.dispatch import DispatchPlan, combine_rows, dispatch, start_dispatch_rows, start_plan
+from parallel.combine import combine_rows
+from parallel.dispatch import DispatchPlan, dispatch, start_dispatch_rows, start_plan
 from parallel.grad_auto_scale import AutoScale, SharedScaleBucket
 from parallel.grad_wire import OwnerBucket, even_bounds
 from parallel.mesh import Axis, Mesh

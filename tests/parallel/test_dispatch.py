@@ -21,7 +21,8 @@ from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.loss import count_valid
-from parallel.dispatch import combine_rows, combine_slots, dispatch, dispatch_rows, start_plan
+from parallel.combine import combine_rows, combine_slots
+from parallel.dispatch import dispatch, dispatch_rows, start_plan
 from parallel.dispatch_reference import combine_ref, dispatch_ref
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
