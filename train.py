@@ -181,6 +181,8 @@ class Run:
                 self.report(result, lr)
             if self.done == first:
                 self.report_first(result, logged)
+            if self.done == min(first + 1, train.steps):  # the optimizer's states come with the first update
+                metrics.say(f"peak        {self.resources.peak(self.device)}")
             if self.done == first or due(config.faults.compare_every, self.done):
                 self.optimizer.settle()
                 compare_replicas(self.model, self.mesh, self.done)
@@ -214,7 +216,6 @@ class Run:
         if self.state is None and logged:
             self.metrics.warn(first_loss_problem(self.config, result.loss))
         self.metrics.say(f"held        {steady_state(self.optimizer, self.device)}")
-        self.metrics.say(f"peak        {self.resources.peak(self.device)}")
 
     def report_health(self, health: Health) -> None:
         """This rank's numbers into the log; the worst of all ranks' decide about a warning, on which `auto` measures anew."""
