@@ -1,4 +1,7 @@
-"""All routed experts of a layer in one autograd Function: dispatch, two grouped GEMMs with SwiGLU between, combine.
+"""All routed experts of a layer: dispatch, two grouped GEMMs with SwiGLU between, combine.
+
+One autograd Function does it. Behind it a second one, `_Arrive`, stands where the trip ends: in forward it waits for the sums, in
+backward, which begins there, it sends dy. What is queued between the two (the shared expert) runs beside the wire both times.
 
 Shapes: T tokens, k experts a token, R rows of the padded buffer of this rank, E experts, D features, f width of an expert.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +34,15 @@ from fp8.stash import Stash
 from fp8.swiglu import quantize_pre_activation, quantize_swiglu, quantize_swiglu_backward, swiglu_ref
 from fp8.weight import Weight
 from model.config import ModelConfig
-from parallel.combine import combine_rows, start_combine_rows, start_combine_slots
+from parallel.collectives import PendingRows
+from parallel.combine import start_combine_rows, start_combine_slots
 from parallel.dispatch import (
     DispatchPlan,
     PlanStart,
     buffer_rows,
     dispatch,
     dispatch_turned,
+    send_tokens,
     start_dispatch_both,
     start_plan,
     turn_tokens,
@@ -55,6 +61,15 @@ def routed_experts_ref(x_TD: Tensor, ids_Tk: Tensor, weights_Tk: Tensor, w1_E2fD
         a = swiglu_ref(x_TD[tokens] @ w1_E2fD[e].t(), weights_Tk[tokens, slots]).to(x_TD.dtype)
         y_TD = y_TD.index_add(0, tokens, a @ w2_EDf[e].t())
     return y_TD
+
+
+@dataclass(eq=False)
+class _Trip:
+    """What is under way between the two Functions: sums in forward, dy in backward. Each is taken once."""
+
+    sums: Callable[[], Tensor] | None = None
+    send_dy: Callable[[Tensor], Callable[[], tuple[Quantized, Quantized | None]]] | None = None
+    dy: Callable[[], tuple[Quantized, Quantized | None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,12 +122,12 @@ class _RoutedExperts(torch.autograd.Function):
     dgrad     da = dy . w2,  (dh, dweight) = swiglu'(h, da),  dx[t] = sum over t's rows of dh . w1
     wgrad     dw2 += dy^T . a,  dw1 += dh^T . x, per expert
 
-    dy is quantised once, before it is dispatched; its row and its column form both come from those bytes.
+    dy is quantised once, before it is dispatched (by `_Arrive`); its row and its column form both come from those bytes.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, carrier_TD: Tensor, weights_Tk: Tensor, anchor1: Tensor, anchor2: Tensor, call: _Call
+        ctx: FunctionCtx, carrier_TD: Tensor, weights_Tk: Tensor, anchor1: Tensor, anchor2: Tensor, call: _Call, trip: _Trip
     ) -> Tensor:
         x, w1, w2, stash, name = call.x, call.w1, call.w2, call.stash, call.name
         rows_q, w_R, plan = dispatch(x.q, weights_Tk, call.start)
@@ -126,17 +141,19 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.w_R = stash.put(f"{name}.weights", w_R).claim()
         ctx.h = stash.put(f"{name}.pre", h_q).claim()
         ctx.a = stash.put(f"{name}.out", a_q).claim() if call.stage < 1 else None
-        return combine_rows(y_RD, plan)
+        trip.sums, trip.send_dy, ctx.trip = start_combine_rows(y_RD, plan), partial(_send_dy, ctx.call, ctx.plan), trip
+        return carrier_TD.new_empty(1).expand(carrier_TD.shape)  # stands for the output until that has arrived
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
         call, plan, groups = ctx.call, ctx.plan, ctx.plan.perm.groups
         with call.in_memory(plan.axis, lambda: groups.max_rows, ctx.dtype):
             w1, w2 = call.w1, call.w2
-            arriving = start_dispatch_both(w2.quantize_grad(dout_TD), plan, w2.gradient_t if w2.trainable else None)
+            arriving, ctx.trip.dy = ctx.trip.dy, None
             w2_t = transpose(w2.q)  # while dy travels
             w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
             dy_q, dy_t = arriving()
+            del arriving
             da_Rf = grouped_gemm_nt(dy_q, w2_t, groups, ctx.dtype)
             del w2_t
             if w1.is_watched:
@@ -156,13 +173,42 @@ class _RoutedExperts(torch.autograd.Function):
             if w1.trainable:
                 x_t = ctx.turned_x()
                 w1.accumulate(lambda out, acc: grouped_wgrad(dh_t, x_t, groups, out, acc))
-            return leaving(), weights_back(), None, None, None
+            return leaving(), weights_back(), None, None, None, None
+
+
+def _send_dy(call: _Call, plan: DispatchPlan, dout_TD: Tensor) -> Callable[[], tuple[Quantized, Quantized | None]]:
+    w2 = call.w2
+    with call.in_memory(plan.axis, lambda: plan.perm.groups.max_rows, dout_TD.dtype):
+        return start_dispatch_both(w2.quantize_grad(dout_TD), plan, w2.gradient_t if w2.trainable else None)
+
+
+class _Arrive(torch.autograd.Function):
+    """forward: the output of `_RoutedExperts`, arrived; backward: dy leaves."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, stand_in_TD: Tensor, trip: _Trip) -> Tensor:
+        sums, trip.sums, ctx.trip = trip.sums, None, trip
+        return sums()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.trip.dy = ctx.trip.send_dy(dout_TD)
+        return dout_TD, None
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """The experts' output, under way to `RoutedExperts.forward`."""
+
+    stand_in_TD: Tensor
+    trip: _Trip
 
 
 class RoutedExperts(nn.Module):
-    """E SwiGLU experts, split over `ep`; x [T, D] quantised, weights [T, k] of the ids that `start` got -> [T, D].
+    """E SwiGLU experts, split over `ep`: `send` x and `start` with the router's ids, `work`, and call for the output.
 
-    Raises ExpertMemoryError where the rows that came do not fit, from forward and from backward.
+    What is queued between `work` and the call runs beside the wire, in forward and in backward. Raises ExpertMemoryError where the
+    rows that came do not fit, from `work` and from backward.
     """
 
     def __init__(self, config: ModelConfig, recipe: Recipe, ep: Axis, stash: Stash, name: str, stage: int) -> None:
@@ -174,11 +220,23 @@ class RoutedExperts(nn.Module):
         self.gate_up = split_weight((c.num_experts, 2 * width, hidden), 0, ep, recipe, **options)
         self.down = split_weight((c.num_experts, hidden, width), 0, ep, recipe, **options)
 
-    def start(self, ids_Tk: Tensor, tokens: tuple[Activation, Tensor] | None = None) -> PlanStart:
-        """Tells the ranks how many tokens will come, or sends them: x and weights. Other work may follow before `forward`."""
-        return start_plan(ids_Tk, self.num_experts, self.ep, tokens and (tokens[0].q, tokens[1].detach()))
+    def send(self, x: Activation) -> PendingRows | None:
+        """Sends x to all ranks, where nobody needs to know the ids for it."""
+        return send_tokens(x.q, self.ep)
 
-    def forward(self, x: Activation, start: PlanStart, weights_Tk: Tensor) -> Tensor:
+    def start(self, ids_Tk: Tensor, weights_Tk: Tensor | None = None, tokens: PendingRows | None = None) -> PlanStart:
+        """Tells the ranks how many tokens will come, or their weights and ids. Other work may follow before `work`."""
+        weights = None if weights_Tk is None else weights_Tk.detach()
+        return start_plan(ids_Tk, self.num_experts, self.ep, weights, tokens)
+
+    def forward(self, leaving: Leaving) -> Tensor:
+        """The output of `work` [T, D]."""
+        return _Arrive.apply(leaving.stand_in_TD, leaving.trip)
+
+    def work(self, x: Activation, start: PlanStart, weights_Tk: Tensor) -> Leaving:
+        """x [T, D] quantised, weights [T, k] of the ids that `start` got."""
         call = _Call(x, start, self.gate_up, self.down, self.stash, self.name, self.stage)
+        trip = _Trip()
         with call.in_memory(self.ep, lambda: buffer_rows(start), x.carrier.dtype):
-            return _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call)
+            stand_in_TD = _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call, trip)
+        return Leaving(stand_in_TD, trip)

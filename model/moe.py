@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8.recipe import Recipe
 from fp8.residual import add_residual
-from fp8.rms_norm import rms_norm_quantize
+from fp8.rms_norm import Normed, rms_norm_quantize
 from fp8.stash import Stash
 from fp8.weight import Weight
 from model.attention import Context
@@ -63,10 +63,13 @@ class MoE(nn.Module):
         to = self.experts.gate_up, self.stash, f"{self.name}.norm", rebuild
         x = rms_norm_quantize(h_TD, self.norm, c.rms_norm_eps, *to, twice=self.shared is not None)
         own = split_normed(x, self.tp)
+        tokens = self.experts.send(own.edge)  # the router hides their way, the shared expert the sums'
         routing = self.router(own, count=not ctx.recomputing)
-        start = self.experts.start(routing.ids_Tk, (own.edge, routing.weights_Tk))
-        shared_TD = self.shared(x.second) if self.shared is not None else None  # hides the exchange of counts
-        y_TD = join_tokens(self.experts(own.edge, start, routing.weights_Tk), self.tp)
+        start = self.experts.start(routing.ids_Tk, routing.weights_Tk, tokens)
+        shared_TD = self._shared(x) if tokens is None else None  # hides the exchange of counts
+        leaving = self.experts.work(own.edge, start, routing.weights_Tk)
+        shared_TD = self._shared(x) if tokens is not None else shared_TD
+        y_TD = join_tokens(self.experts(leaving), self.tp)
         out_TD = add_residual(x.h_TD, y_TD) if shared_TD is None else add_residual(x.h_TD, y_TD, shared_TD)
         z = router_z_loss(routing.lse_T) / ctx.num_tokens
         aux = c.router_z_loss_weight * z
@@ -74,6 +77,9 @@ class MoE(nn.Module):
             balance = sequence_balance_loss(routing, ctx.seq_len, self.tp)
             aux = aux + c.aux_loss_weight * balance * ctx.seq_len / ctx.num_tokens
         return out_TD, aux, z.detach()
+
+    def _shared(self, x: Normed) -> Tensor | None:
+        return self.shared(x.second) if self.shared is not None else None
 
 
 class DenseBlock(nn.Module):

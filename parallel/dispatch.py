@@ -39,10 +39,18 @@ from fp8.permute import (
 from fp8.quantize import requantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, Spec
-from parallel.collectives import Pending, all_to_all, rows_of_ranks, start_all_gather, start_all_gather_rows, start_all_to_all
+from parallel.collectives import (
+    Pending,
+    PendingRows,
+    all_to_all,
+    rows_of_ranks,
+    start_all_gather,
+    start_all_gather_rows,
+    start_all_to_all,
+)
 from parallel.mesh import Axis
 from parallel.payload import RowFormat, pack, unpack
-from parallel.send_plan import Counted, count_tokens, order_tokens, own_slots, read_slots, slot_bytes
+from parallel.send_plan import Counted, count_tokens, order_tokens, own_slots, read_slots
 from parallel.traffic import FORMAT_NAMES
 
 KIND = "dispatch"
@@ -76,7 +84,10 @@ class DispatchPlan:
 
 @dataclass(frozen=True, eq=False)
 class PlanStart:
-    """Counts on their way to the host: `counts` is a host tensor that is valid once `ready` has passed. Gathered: the tokens."""
+    """Counts on their way to the host: `counts` is a host tensor that is valid once `ready` has passed.
+
+    Gathered there are none: `tokens` are under way, and so are their `slots` (routing weights and expert ids).
+    """
 
     axis: Axis
     ids_Tk: Tensor
@@ -84,20 +95,29 @@ class PlanStart:
     counted: Counted | None = None
     counts: Tensor | None = None
     ready: torch.cuda.Event | None = None
-    flight: Pending | None = None
+    tokens: PendingRows | None = None
+    slots: Pending | None = None
 
 
-def start_plan(ids_Tk: Tensor, num_experts: int, axis: Axis, tokens: tuple[Quantized, Tensor] | None = None) -> PlanStart:
+def send_tokens(x_q: Quantized, axis: Axis) -> PendingRows | None:
+    """Where the axis gathers: sends the tokens to every rank, which needs no router. Give it to `start_plan`."""
+    return start_all_gather_rows(x_q, axis, KIND) if axis.gathers and axis.size > 1 else None
+
+
+def start_plan(
+    ids_Tk: Tensor, num_experts: int, axis: Axis, weights_Tk: Tensor | None = None, tokens: PendingRows | None = None
+) -> PlanStart:
     """Starts the exchange of counts; call it as soon as the expert ids exist, and do other work before `dispatch`.
 
-    Each rank learns from every other how many tokens come, and how many rows for each of its experts. Gathered, the tokens
-    themselves leave already here, if they are given: what `dispatch` will be called with.
+    Each rank learns from every other how many tokens come, and how many rows for each of its experts. Gathered, it is the routing
+    weights and ids that leave, if weights are given (those that `dispatch` will be called with), behind the tokens.
     """
     if axis.size == 1:
         return PlanStart(axis, ids_Tk, num_experts)
     assert num_experts % axis.size == 0, f"{num_experts} experts do not split over ep = {axis.size}"
     if axis.gathers:
-        return PlanStart(axis, ids_Tk, num_experts, flight=None if tokens is None else _gather_tokens(*tokens, ids_Tk, axis))
+        slots = None if weights_Tk is None else _gather_slots(ids_Tk, weights_Tk, axis)
+        return PlanStart(axis, ids_Tk, num_experts, tokens=tokens, slots=slots)
     counted = count_tokens(ids_Tk, num_experts, axis.size)
     one_each = [1] * axis.size
     received = all_to_all(counted.sent, axis, KIND, one_each, one_each)
@@ -143,19 +163,18 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     return rows, w_R, DispatchPlan(axis, perm, tuple(send), tuple(recv), order.token_M, order.row_Tn)
 
 
-def _gather_tokens(x_q: Quantized, weights_Tk: Tensor, ids_Tk: Tensor, axis: Axis) -> Pending:
-    payload = pack(x_q, None, own_slots(ids_Tk, weights_Tk))
-    return start_all_gather(payload, axis, KIND, FORMAT_NAMES[x_q.data.dtype])
+def _gather_slots(ids_Tk: Tensor, weights_Tk: Tensor, axis: Axis) -> Pending:
+    return start_all_gather(own_slots(ids_Tk, weights_Tk), axis, KIND, "slots")
 
 
 def _dispatch_gathered(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quantized, Tensor, DispatchPlan]:
     axis, (tokens, k) = start.axis, start.ids_Tk.shape
-    local, form = start.num_experts // axis.size, RowFormat.of(x_q, slot_bytes(k))
-    arrived = (start.flight or _gather_tokens(x_q, weights_Tk, start.ids_Tk, axis)).wait()
-    weights_Nk, ids_Nk = read_slots(arrived, form.data_bytes, k, axis.rank * local, local)
+    local, coming = start.num_experts // axis.size, start.tokens or send_tokens(x_q, axis)
+    slots = (start.slots or _gather_slots(start.ids_Tk, weights_Tk, axis)).wait()
+    weights_Nk, ids_Nk = read_slots(slots, 0, k, axis.rank * local, local)
     perm, each = build_permutation(ids_Nk, local, buffer_rows(start)), (tokens,) * axis.size
-    tokens_q, back = unpack(arrived, form, x_q.scale_inv), rows_of_ranks(tokens, axis.size, x_q.device)
-    return permute(tokens_q, perm), permute_slots(weights_Nk, perm), DispatchPlan(axis, perm, each, each, None, back, tokens_q)
+    w_R, back, tokens_q = permute_slots(weights_Nk, perm), rows_of_ranks(tokens, axis.size, x_q.device), coming.wait()
+    return permute(tokens_q, perm), w_R, DispatchPlan(axis, perm, each, each, None, back, tokens_q)
 
 
 @cache

@@ -31,7 +31,7 @@ from fp8.route import select_experts
 from fp8.weight import Weight
 from parallel.collectives import all_gather, all_reduce, all_to_all
 from parallel.combine import combine_rows
-from parallel.dispatch import DispatchPlan, dispatch, start_dispatch_rows, start_plan
+from parallel.dispatch import DispatchPlan, dispatch, send_tokens, start_dispatch_rows, start_plan
 from parallel.grad_auto_scale import AutoScale, SharedScaleBucket
 from parallel.grad_wire import OwnerBucket, even_bounds
 from parallel.mesh import Axis, Mesh
@@ -105,17 +105,18 @@ def token_legs(args: argparse.Namespace, timer: WireTimer, tokens: int, axis: Ax
     weights = torch.rand(tokens, args.topk, device=device)
     x = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
     counting = replace(axis, gathers=False)
+    leave = lambda q, way: start_plan(ids, args.experts, way, weights, send_tokens(q, way))  # noqa: E731
     legs = [_plan_leg(timer, ids, args.experts, counting)]
     for fmt in ("bf16", "fp8"):
         make = (lambda: quantize(x, ROW)) if fmt == "fp8" else (lambda: Quantized.unscaled(x))
         ready = make()
-        rows, _, plan = dispatch(ready, weights, start_plan(ids, args.experts, axis, (ready, weights)))
+        rows, _, plan = dispatch(ready, weights, leave(ready, axis))
         counted = dispatch(ready, weights, start_plan(ids, args.experts, counting))[2]
         packed = pack(ready, counted.token_M)
         wire = timer(lambda packed=packed, plan=counted: all_to_all(packed, axis, "bench", plan.send, plan.recv))
         calls = {}
         for name, way, along in [("", axis, plan)] + [(", counted", counting, counted)] * axis.gathers:
-            calls[f"dispatch x{name}"] = lambda q, w=way: dispatch(q, weights, start_plan(ids, args.experts, w, (q, weights)))
+            calls[f"dispatch x{name}"] = lambda q, way=way: dispatch(q, weights, leave(q, way))
             calls[f"dispatch dY{name}"] = lambda q, along=along: start_dispatch_rows(q, along)()
         for leg, call in calls.items():
             nbytes = sent_by(axis, lambda call=call, ready=ready: call(ready))

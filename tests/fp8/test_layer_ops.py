@@ -123,7 +123,7 @@ def test_routed_experts_match_a_loop_over_experts(name: str, stage: int, routing
     x = torch.randn(tokens, 128, generator=gen, requires_grad=True)
     w = torch.rand(tokens, 2, generator=gen, requires_grad=True)
     dy = torch.randn(tokens, 128, generator=gen)
-    experts(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w).backward(dy)
+    experts(experts.work(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w)).backward(dy)
     leaves = [t.detach().double().requires_grad_() for t in (x, w, experts.gate_up.q.dequantize(), experts.down.q.dequantize())]
     routed_experts_loop(ids, *leaves).backward(dy.double())
     for got, leaf in zip((x.grad, w.grad, experts.gate_up.main_grad, experts.down.main_grad), leaves, strict=True):

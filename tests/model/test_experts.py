@@ -41,7 +41,7 @@ def gradients(experts: RoutedExperts, stash: Stash, counts: list[int]) -> list[T
     """Output and gradients of x, routing weights and both expert weights."""
     x, ids, w, dy = inputs(counts)
     x.requires_grad_(), w.requires_grad_()
-    y = experts(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w)
+    y = experts(experts.work(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w))
     y.backward(dy)
     for weight in (experts.gate_up, experts.down):
         weight.clear_grad()
@@ -67,10 +67,10 @@ def test_an_idle_expert_leaves_an_accumulated_gradient_alone() -> None:
     stash = Stash()
     experts = experts_of(Recipe.block(), stash)
     x, ids, w, dy = inputs([5, 5, 0, 0, 0, 0, 0, 0])
-    experts(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w.requires_grad_()).backward(dy)
+    experts(experts.work(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w.requires_grad_())).backward(dy)
     first = experts.down.main_grad.clone()
     x, ids, w, dy = inputs([0, 9, 9, 0, 0, 0, 0, 0])
-    experts(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w.requires_grad_()).backward(dy)
+    experts(experts.work(quantize_activation(x, experts.gate_up, stash), experts.start(ids), w.requires_grad_())).backward(dy)
     assert torch.equal(experts.down.main_grad[0], first[0]) and not torch.equal(experts.down.main_grad[1], first[1])
 
 
@@ -100,7 +100,8 @@ def test_wgrad_tiles_never_straddle_two_experts() -> None:
     found = []
     for factor in (1.0, 1e6):
         grown = torch.where(ids == 1, factor, 1.0)
-        y = experts(quantize_activation(x * grown, experts.gate_up, stash), experts.start(ids), w.clone().requires_grad_())
+        rows = quantize_activation(x * grown, experts.gate_up, stash)
+        y = experts(experts.work(rows, experts.start(ids), w.clone().requires_grad_()))
         y.backward(dy * grown)
         found.append([weight.main_grad[0].clone() for weight in (experts.gate_up, experts.down)])
         for weight in (experts.gate_up, experts.down):

@@ -36,7 +36,7 @@ def run(device: str, recipe: Recipe, stage: int) -> dict[str, torch.Tensor]:
     score[:, [4, 11]] = -1
     ids = score.topk(3, dim=1).indices.to(device)
     dy = randn(TOKENS, 256, scale=1e-3).bfloat16().to(device)
-    y = experts(quantize_activation(x, experts.gate_up, Stash()), experts.start(ids), w)
+    y = experts(experts.work(quantize_activation(x, experts.gate_up, Stash()), experts.start(ids), w))
     y.backward(dy)
     found = {"y": y.detach(), "dx": x.grad, "dweights": w.grad, "dw1": experts.gate_up.main_grad, "dw2": experts.down.main_grad}
     return {name: value.float().cpu() for name, value in found.items()}

@@ -20,7 +20,9 @@ from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.weight import weights
+from model import experts
 from model.loss import count_valid
+from model.moe import MoE
 from parallel.combine import combine_rows, combine_slots
 from parallel.dispatch import dispatch, dispatch_rows, start_plan
 from parallel.dispatch_reference import combine_ref, dispatch_ref
@@ -164,6 +166,44 @@ def both_ways(rank: int, size: int) -> list[tuple[float, dict[str, int]]]:
 def test_gathered_is_counted_bit_for_bit(ranks: int) -> None:
     for counted, gathered, recounted, regathered in run_ranks(ranks, both_ways):
         assert counted == gathered == recounted == regathered and len(counted[1]) > 10
+
+
+def beside_the_wire(rank: int, size: int) -> tuple[list[str], list[str]]:
+    """What happens in forward and in backward of a gathered layout, in order: rows leave and arrive, the shared expert works."""
+    found: list[str] = []
+
+    def noted(name: str, what: str, patch: pytest.MonkeyPatch) -> None:
+        original = getattr(experts, name)
+
+        def start(*args: Any) -> Callable[[], Any]:
+            found.append(f"{what} leave")
+            wait = original(*args)
+            return lambda: (found.append(f"{what} arrive"), wait())[1]
+
+        patch.setattr(experts, name, start)
+
+    mesh = build_mesh(1, size, dispatch="gathered")
+    model = build(Case(ep=size, recipe="block"), mesh)
+    for block in (m for m in model.modules() if isinstance(m, MoE)):
+        block.shared.register_forward_hook(lambda *_: found.append("shared"))
+        block.shared.down.on_grad_ready = block.shared.gate_up.on_grad_ready = lambda _: found.append("shared")
+    tokens, labels = (x.chunk(size)[rank] for x in global_batch())
+    with pytest.MonkeyPatch.context() as patch:
+        noted("start_combine_rows", "sums", patch)
+        noted("start_dispatch_both", "dy", patch)
+        for _, weight in weights(model):
+            weight.last_microbatch = True
+        total = model(tokens, labels, count_valid(tokens, labels)).total
+        forward, found[:] = list(found), []
+        total.backward()
+    return forward, found
+
+
+@pytest.mark.distributed
+def test_the_shared_expert_runs_beside_sums_and_dy() -> None:
+    for ahead, back in run_ranks(2, beside_the_wire):
+        assert ahead == ["sums leave", "shared", "sums arrive"] * MOE_LAYERS
+        assert back == ["dy leave", "shared", "shared", "dy arrive", "sums leave", "sums arrive"] * MOE_LAYERS
 
 
 CASES = ("plain", "uneven", "empty_source", "idle_rank", "one_expert")
