@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fp8.transposed import refresh_transposes
 from fp8.weight import weights
 from model.loss import Losses, NumValid
 from parallel.mesh import Mesh
@@ -34,7 +35,7 @@ class _Captured:
         self.num_valid = NumValid(num_valid.ce.clone(), num_valid.mtp.clone(), num_valid.tokens.clone())
         self.graph = torch.cuda.CUDAGraph()
         self.traffic = traffic
-        with traffic.set_aside() as self.sent, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        with traffic.capture() as self.sent, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             losses = model(self.tokens_BS, self.labels_BS, self.num_valid)  # other threads (the loader) may go on
             losses.total.backward()
         self.losses = _detached(losses)
@@ -46,8 +47,7 @@ class _Captured:
         for name, value in vars(self.num_valid).items():
             value.copy_(getattr(num_valid, name))
         self.graph.replay()
-        for (kind, fmt), nbytes in self.sent.items():
-            self.traffic.add(kind, fmt, nbytes)
+        self.traffic.replayed(self.sent)
         return Losses(**{name: value.clone() for name, value in vars(self.losses).items()})
 
 
@@ -56,7 +56,8 @@ class GraphedMicroBatch:
 
     The first micro-batch of a step writes gradients and the later ones add to them, so there are two graphs; they share their
     memory. Activations live in that memory between steps, beside what the allocator has cached for the eager ones before. Gradients
-    must stay where they are (not under ZeRO-2), and new weights must have arrived before a call.
+    must stay where they are (not under ZeRO-2), and new weights must have arrived before a call. Kept transposes are brought up to
+    date before the graph, which only reads them.
 
     Args:
         collectives: also where experts' collectives would be captured (gathered tokens).
@@ -82,6 +83,7 @@ class GraphedMicroBatch:
 
     def __call__(self, tokens_BS: Tensor, labels_BS: Tensor, num_valid: NumValid) -> Losses:
         """Forward and backward; gradients are in the weights afterwards. `takes` must hold."""
+        refresh_transposes(self.weights)
         written = any(w.has_grad for w in self.weights)
         key = (tokens_BS.shape, written)
         if key in self._graphs:

@@ -15,6 +15,7 @@ from parallel.collectives import (
     reduce_scatter,
 )
 from parallel.mesh import Axis, build_mesh
+from parallel.traffic import Traffic
 from tests.helpers import run_ranks
 
 ROW = Recipe.block().activation
@@ -81,3 +82,16 @@ def test_a_solo_axis_returns_its_input_and_counts_nothing() -> None:
     assert all_gather(x, axis, "t") is x and reduce_scatter(x, axis, "t") is x and all_reduce(x, axis, "t") is x
     assert all_gather_rows(q, axis, "t") is q and all_to_all(x, axis, "t", [4], [4]) is x
     assert not axis.traffic.sent
+
+
+def test_what_a_graph_sends_counts_when_it_is_replayed() -> None:
+    traffic = Traffic(timed=True)
+    traffic.add("tp", "bf16", 1)
+    with traffic.capture() as captured:
+        traffic.add("combine", "bf16", 3)
+        with traffic.clock("combine", torch.device("cpu")):
+            pass
+    assert traffic.by_kind() == {"tp": 1} and traffic.seconds() == {} and traffic.timed
+    for _ in range(2):
+        traffic.replayed(captured)
+    assert traffic.by_kind() == {"tp": 1, "combine": 6}
