@@ -26,7 +26,8 @@ def on_device(parts: State, device: torch.device) -> State:
 def visiting(states: Sequence[dict[str, State]], device: torch.device) -> Iterator[dict[str, State]]:
     """Device copies of host states, one after the other; what the caller writes into one goes back when it asks for the next.
 
-    The next one travels while the caller works, so at most three are on the device. All are back when the iterator ends.
+    The next one travels while the caller works, and the host waits until the one before the last is back: at most three are on
+    the device, however far ahead of it the host could run. All are back when the iterator ends.
     """
     coming, going, main = torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.current_stream(device)
     coming.wait_stream(main)
@@ -35,9 +36,11 @@ def visiting(states: Sequence[dict[str, State]], device: torch.device) -> Iterat
         with torch.cuda.stream(coming):
             return {role: on_device(parts, device) for role, parts in state.items()}, coming.record_event()
 
-    ahead = fetch(states[0]) if states else None
+    ahead, back = fetch(states[0]) if states else None, []
     for i, state in enumerate(states):
         here, arrived = ahead
+        if i >= 2:
+            back[i - 2].synchronize()
         ahead = fetch(states[i + 1]) if i + 1 < len(states) else None
         main.wait_event(arrived)
         yield here
@@ -49,4 +52,5 @@ def visiting(states: Sequence[dict[str, State]], device: torch.device) -> Iterat
                     host.copy_(visitor, non_blocking=True)
                     for stream in (main, going):
                         visitor.record_stream(stream)
+            back.append(going.record_event())
     going.synchronize()  # a checkpoint may read the host's copies next

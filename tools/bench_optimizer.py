@@ -2,6 +2,7 @@
 
     python -m tools.bench optimizer --params 2e9 --states lean fp8_lm fp32
     python -m tools.bench optimizer --launch num_warps=16,ROWS=64 num_warps=8,ROWS=32,maxnreg=128    other launches
+    python -m tools.bench optimizer --states lean --offload    states in host memory, beside the link's own rates
 
 The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 512), as many as fit the size asked for.
 """
@@ -46,13 +47,32 @@ def copy_rate() -> float:
     return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
 
 
-def build(params: float, preset: str, grad_dtype: torch.dtype) -> tuple[dict[str, Weight], AdamW]:
+def link_times(num_bytes: int) -> dict[str, float]:
+    """ms that this many bytes take between pinned host memory and the device: up, down, and both ways at once."""
+    source, target = (torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    here = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    main = torch.cuda.current_stream()
+
+    def copies(up: bool, down: bool) -> None:
+        for stream, wanted, (to, what) in zip(streams, (up, down), ((here[0], source), (target, here[1])), strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                if wanted:
+                    to.copy_(what, non_blocking=True)
+            main.wait_stream(stream)
+
+    ways = {"up": (True, False), "down": (False, True), "both": (True, True)}
+    return {name: milliseconds(lambda way=way: copies(*way), 3) * num_bytes / (1 << 30) for name, way in ways.items()}
+
+
+def build(params: float, preset: str, grad_dtype: torch.dtype, offload: bool = False) -> tuple[dict[str, Weight], AdamW]:
     named: dict[str, Weight] = {}
     with torch.device("cuda"):
         while sum(w.numel for w in named.values()) < params:
             shape = SHAPES[len(named) % len(SHAPES)]
             named[f"w{len(named)}"] = Weight(*shape, recipe=Recipe.block())
-    optimizer = AdamW(named.items(), states=PRESETS[preset])
+    optimizer = AdamW(named.items(), states=PRESETS[preset], offload=offload)
     for name, weight in named.items():
         weight.grad_dtype = grad_dtype
         optimizer.set_master(name, torch.empty(weight.data.shape, device="cuda").normal_(0, 0.006))
@@ -92,6 +112,43 @@ def measure(params: float, preset: str, grad_dtype: torch.dtype, rate: float) ->
     }
 
 
+def measure_offload(params: float, preset: str) -> dict[str, float | str]:
+    """The same step with states on the GPU and in host memory: ms, bytes between steps and at the peak, times of the link."""
+    row: dict[str, float | str] = {"states": preset}
+    for where, offload in (("gpu", False), ("host", True)):
+        named, optimizer = build(params, preset, torch.bfloat16, offload)
+        scale = torch.ones((), device="cuda")
+
+        def step(named: dict[str, Weight] = named, optimizer: AdamW = optimizer, scale: torch.Tensor = scale) -> None:
+            for weight in named.values():
+                weight._written = True
+            optimizer.step(1e-4, scale)
+
+        row[f"{where}_ms"] = milliseconds(step, 3)
+        torch.cuda.synchronize()
+        row[f"{where}_gib"] = torch.cuda.memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        row[f"{where}_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        tensors = [t for state in optimizer.state().values() for t in state.values()]
+        row["states_gib"] = sum(t.nbytes for t in tensors) / 2**30
+        del named, optimizer, step, tensors
+        torch.cuda.empty_cache()
+    return row | {f"link_{way}_ms": ms for way, ms in link_times(int(row["states_gib"] * 2**30)).items()}
+
+
+def print_offload(row: dict[str, float | str]) -> None:
+    print(f"{row['states']}: {row['states_gib']:.2f} GiB of states")
+    for where, name in (("gpu", "on the GPU"), ("host", "offloaded")):
+        held, peak = row[f"{where}_gib"], row[f"{where}_peak_gib"]
+        print(f"  {name:11} {row[f'{where}_ms']:8.1f} ms a step; {held:6.2f} GiB between steps, {peak:6.2f} at the peak")
+    up, down, both = (row[f"link_{way}_ms"] for way in ("up", "down", "both"))
+    print(f"  the link    {up:8.1f} ms up, {down:.1f} down, {both:.1f} both ways at once")
+    step, in_turn = row["host_ms"], up + down + row["gpu_ms"]
+    print(f"  an offloaded step over both at once: {step / both:.2f}; over up, update and down in turn: {step / in_turn:.2f}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.bench optimizer", description=__doc__)
     parser.add_argument("--params", type=float, default=2e9)
@@ -99,9 +156,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_launch.LAUNCH; may be several"
     )
+    parser.add_argument("--offload", action="store_true", help="states on the GPU against states in host memory, nothing else")
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args(argv)
     need_gpu("tools.bench optimizer")
+    if args.offload:
+        rows = [measure_offload(args.params, preset) for preset in args.states]
+        for row in rows:
+            print_offload(row)
+        return save_rows(args.json, rows)
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
     header = f"{'states':8} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
@@ -120,7 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         right = f"{row['ms_of_16.26e9']:11.1f} {row['norm_ms_of_16.26e9']:8.1f} {row['norm_over_copy']:7.2f}"
         print(f"{left} {row['ms']:7.2f} {row['over_copy']:7.2f} {right}  {launch}")
         torch.cuda.empty_cache()
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
+    return save_rows(args.json, rows)
+
+
+def save_rows(path: str | None, rows: list[dict]) -> int:
+    """Writes the rows where a path is given; the exit status."""
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)
     return 0

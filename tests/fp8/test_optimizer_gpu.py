@@ -266,3 +266,18 @@ def test_offloaded_states_give_the_same_bits(states: States) -> None:
         assert all(t.is_pinned() for t in tensors) == offload
         results.append([as_bytes(t.cpu()) for t in (*tensors, *(w.data for w in named.values()))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_no_more_than_three_offloaded_states_visit_at_once() -> None:
+    """The host queues copies much faster than they travel: without a wait, memory for all states would be taken at once."""
+    with torch.device("cuda"):
+        named = {f"w{i}": Weight(2048, 4096, recipe=Recipe.block()) for i in range(10)}
+    optimizer = AdamW(named.items(), states=PRESETS["fp32"], offload=True)
+    for name, weight in named.items():
+        optimizer.set_master(name, torch.randn(2048, 4096, device="cuda"))
+        weight.add_grad(torch.ones(1, device="cuda").expand(2048, 4096))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step(1e-3)
+    assert (torch.cuda.max_memory_allocated() - before) / (12 * 2048 * 4096) < 3.1
