@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is import
 import torch
 
 from fp8.health import Health
+from fp8.transposed import keep_transposes
 from fp8.weight import weights
 from model.counts import flops_per_token
 from model.transformer import Transformer
@@ -97,6 +98,8 @@ class Run:
         with torch.device(self.device):
             self.model = Transformer(config.model, config.fp8.build(), mesh, self.dtype, config.fp8.activations)
         set_gradient_format(self.model, gradient_format(optim, config.fp8.level))
+        if config.fp8.keep_transposed:
+            keep_transposes(weight for _, weight in weights(self.model))
         states = optimizer_states(optim, config.fp8.level)
         attach_auto_scale(self.model, mesh, parallel.grad_wire, parallel.simulated_ranks)
         adamw = optim.beta1, optim.beta2, optim.eps, optim.weight_decay, states, self.train.seed, optim.offload

@@ -41,6 +41,8 @@ class Fp8Config:
     margin: int = 0  # tensorwise: binades of headroom
     overrides: dict[str, str] = field(default_factory=dict)  # module -> recipe: {head: bf16, layers.0: bf16, layers.-1: bf16}
     activations: int | dict[str, int] = 0  # stage 0-4 of every layer, or by class or name: {default: 2, moe: 3, layers.0: 4}
+    # A second, transposed copy of each FP8 weight, a byte a parameter: turned once an optimizer step instead of once a micro-batch
+    keep_transposed: bool = False
     emulate: bool = False  # run a recipe that this device cannot, in reference arithmetic; each log line says so
     health_every: int = 0  # steps between measurements of underflow, saturation and cosine; 0: never
     auto: AutoConfig = field(default_factory=AutoConfig)
@@ -103,6 +105,7 @@ class Fp8Config:
         scalings = {getattr(recipe, role).scaling for role in roles if is_fp8}
         read = dict.fromkeys(("format", *roles), is_fp8) | dict.fromkeys(("amax_history", "amax_algo"), "delayed" in scalings)
         read |= {"margin": bool(scalings & {"delayed", "current"}), "auto": recipe.adaptive}
+        read["keep_transposed"] = recipe.is_fp8
         idle = [name for name, is_read in read.items() if not is_read and getattr(self, name) != getattr(default, name)]
         return [f"fp8.{name} is set, but fp8.recipe={self.recipe} does not read it" for name in idle]
 

@@ -24,8 +24,9 @@ from torch.autograd.function import FunctionCtx
 from fp8.activation import Activation
 from fp8.fused import fuses_gradient
 from fp8.gemm import gemm_nt
-from fp8.quantize import requantize_t, transpose
+from fp8.quantize import requantize_t
 from fp8.quantized import Quantized
+from fp8.transposed import transposed
 from fp8.weight import Weight
 
 IGNORE = -100
@@ -137,7 +138,7 @@ class _HeadLoss(torch.autograd.Function):
         rows, dtype, device = carrier_TD.shape[0], carrier_TD.dtype, carrier_TD.device
         ce_sum, z_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         dx_TD = torch.empty(carrier_TD.shape, dtype=dtype, device=device) if with_grad and ctx.needs_input_grad[0] else None
-        w_t = transpose(weight.q) if dx_TD is not None else None
+        w_t = transposed(weight) if dx_TD is not None else None
 
         def run(dw_VD: Tensor | None, accumulate: bool) -> None:
             for start in range(0, rows, chunk):

@@ -11,9 +11,10 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation, make_carrier
 from fp8.gemm import gemm_nt
-from fp8.quantize import requantize_t, transpose
+from fp8.quantize import requantize_t
 from fp8.quantized import Quantized
 from fp8.stash import Stash
+from fp8.transposed import transposed
 from fp8.weight import Weight
 
 
@@ -44,7 +45,7 @@ class _Linear(torch.autograd.Function):
         dx_TD = None
         dy_q, dy_t = quantize_grad_forms(weight, dy_TF, ctx.needs_input_grad[0])
         if dy_q is not None:
-            dx_TD = gemm_nt(dy_q, transpose(weight.q), dtype=dy_TF.dtype)
+            dx_TD = gemm_nt(dy_q, transposed(weight), dtype=dy_TF.dtype)
         if dy_t is not None:
             x_t = requantize_t(x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))

@@ -230,12 +230,21 @@ def transpose_ref(w: Quantized) -> Quantized:
     return Quantized(w.data.transpose(-1, -2).contiguous(), w.scale_inv.transpose(-1, -2).contiguous(), w.tile)
 
 
-def transpose(w: Quantized) -> Quantized:
-    """The exact transpose of a weight, made on demand for dgrad and dropped after it."""
+def transpose(w: Quantized, out: Quantized | None = None) -> Quantized:
+    """The exact transpose of a weight, for dgrad (fp8/transposed.py).
+
+    Args:
+        out: an earlier transpose of a scaled weight of this shape and format, to be overwritten.
+    """
     kernels = _kernels(w.data, w.data.dtype, "transpose_kernels")
     if kernels and w.scale_inv is not None and w.shape[-2] % 4 == 0:
-        scale_inv = w.scale_inv.transpose(-1, -2).contiguous()
-        return Quantized(kernels.transpose_codes(w.data.contiguous()), scale_inv, w.tile)
-    return transpose_ref(w)
-
-
+        data = kernels.transpose_codes(w.data.contiguous(), None if out is None else out.data)
+        turned = Quantized(data, w.scale_inv.transpose(-1, -2).contiguous(), w.tile)
+    else:
+        turned = transpose_ref(w)
+        if out is not None:
+            out.data.copy_(turned.data)
+    if out is None:
+        return turned
+    out.scale_inv.copy_(turned.scale_inv)
+    return out

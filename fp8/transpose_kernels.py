@@ -96,10 +96,10 @@ def requantize_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quan
     return Quantized(q_t, si_t, (BLOCK, BLOCK))
 
 
-def transpose_codes(w: Tensor) -> Tensor:
-    """[..., R, C] FP8 -> [..., C, R], contiguous; R and C multiples of 4."""
+def transpose_codes(w: Tensor, out: Tensor | None = None) -> Tensor:
+    """[..., R, C] FP8 -> [..., C, R], contiguous (written to `out` where given); R and C multiples of 4."""
     rows, cols = w.shape[-2:]
-    out = torch.empty((*w.shape[:-2], cols, rows), dtype=w.dtype, device=w.device)
+    out = torch.empty((*w.shape[:-2], cols, rows), dtype=w.dtype, device=w.device) if out is None else out
     words, words_t = w.view(torch.int32), out.view(torch.int32)
     grid = (cdiv(cols, BLOCK), cdiv(rows, BLOCK), w.numel() // (rows * cols))
     _transpose_words[grid](

@@ -22,6 +22,7 @@ from fp8.quantize import quantize, quantize_both, quantize_t, retile_t
 from fp8.quantized import Quantized
 from fp8.recipe import BLOCK, CANDIDATES, TENSORWISE, Recipe, Spec
 from fp8.scaling import Reduce, RoleScale, amax_scale_inv, tensor_amax, unit_scale_inv
+from fp8.transposed import KeptTranspose
 
 SAMPLE_ROWS = 128  # high-precision rows that an adaptive weight keeps, for fp8/auto.py to measure against
 
@@ -39,8 +40,7 @@ class Piece:
     Attributes:
         offset: where it starts in the global tensor.
         local: slices of the local tensor it fills; the sizes are the same in both.
-        replicas: number of (consecutive) tp ranks that hold this same part; KV heads fewer than tp. 1 also for a weight that tp
-            does not split at all.
+        replicas: (consecutive) tp ranks that hold this same part: KV heads fewer than tp. 1 for a weight that tp does not split.
     """
 
     offset: tuple[int, ...]
@@ -70,6 +70,8 @@ class Weight(nn.Module):
         reduce: maximum over the ranks whose tensors share one scale (rows that travel between ranks); None on one rank.
         choice: `auto` only: [4] indices into `CANDIDATES` of (fprop, dgrad, wgrad), and 1 once they have been measured. On the
             CPU; adopted by the next `set_`.
+        version: another number whenever the values may be others: after `set_`, and from one optimizer step to the next.
+        kept_transpose: where the transpose stays between uses (fp8/transposed.py); None: it is made for each use.
         sample, sample_amax: `auto` only: some rows in BF16, and the largest magnitude of the matrix that they are from.
     """
 
@@ -105,8 +107,8 @@ class Weight(nn.Module):
         self.choice: Tensor | None = None
         self.sample: Tensor | None = None
         self.sample_amax: Tensor | None = None
-        self._uses = 0
-        self._written = False
+        self.kept_transpose: KeptTranspose | None = None
+        self._uses, self._written, self.version = 0, False, 0
         self.use(recipe)
 
     def use(self, recipe: Recipe) -> None:
@@ -179,9 +181,8 @@ class Weight(nn.Module):
 
     def quantize_grad_t(self, dy_TF: Tensor) -> Quantized:
         """[T, F] -> [F, Tp] as the A operand of dw = dy^T . x."""
-        spec = self.gradient_t
-        scale_inv = self._scale_inv_of(dy_TF, "gradient", spec)
-        return self._report("grad_t", dy_TF.t(), quantize_t(dy_TF, spec, scale_inv=scale_inv))
+        scale_inv = self._scale_inv_of(dy_TF, "gradient", self.gradient_t)
+        return self._report("grad_t", dy_TF.t(), quantize_t(dy_TF, self.gradient_t, scale_inv=scale_inv))
 
     def quantize_grad_both(self, dy_TF: Tensor) -> tuple[Quantized, Quantized]:
         """(quantize_grad(dy), quantize_grad_t(dy)); with one read of dy where nothing watches."""
@@ -228,6 +229,7 @@ class Weight(nn.Module):
         self.data.copy_(q.data)
         if self.scale_inv is not None:
             self.scale_inv.copy_(q.scale_inv)
+        self.version += 1
 
     def adopt(self, value: Tensor) -> None:
         """Turns `choice` into formats, and keeps the sample that the next choice is measured on."""
@@ -264,8 +266,7 @@ class Weight(nn.Module):
                 add_stochastic_(self, use, self.gradient_draw(self._uses))
             else:
                 write(self.main_grad, self._written)
-        self._written = True
-        self._uses += 1
+        self._written, self._uses = True, self._uses + 1
         if self._uses % self.num_uses == 0 and self.last_microbatch and self.on_grad_ready is not None:
             self.on_grad_ready(self)
 
@@ -285,7 +286,7 @@ class Weight(nn.Module):
 
     def clear_grad(self) -> None:
         """Starts a new optimizer step: the next use overwrites `main_grad`, so nothing needs zeroing."""
-        vars(self).update(_written=False, _uses=0)  # past Module.__setattr__, which takes longer than a launch
+        vars(self).update(_written=False, _uses=0, version=self.version + 1)  # Module.__setattr__ takes longer than a launch
 
     @property
     def has_grad(self) -> bool:

@@ -27,11 +27,12 @@ from fp8.grouped_gemm import (
     grouped_wgrad,
     quantizes_output,
 )
-from fp8.quantize import requantize_t, transpose
+from fp8.quantize import requantize_t
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from fp8.swiglu import quantize_pre_activation, quantize_swiglu, quantize_swiglu_backward, swiglu_ref
+from fp8.transposed import transposed
 from fp8.weight import Weight
 from model.config import ModelConfig
 from parallel.collectives import PendingRows
@@ -150,7 +151,7 @@ class _RoutedExperts(torch.autograd.Function):
         with call.in_memory(plan.axis, lambda: groups.max_rows, ctx.dtype):
             w1, w2 = call.w1, call.w2
             arriving, ctx.trip.dy = ctx.trip.dy, None
-            w2_t = transpose(w2.q)  # while dy travels
+            w2_t = transposed(w2)  # while dy travels
             w_R, h_q, live_B = ctx.w_R.pop(), ctx.h.pop(), groups.block_expert_B
             dy_q, dy_t = arriving()
             del arriving
@@ -167,7 +168,7 @@ class _RoutedExperts(torch.autograd.Function):
             dh_q, dh_t, dw_R = quantize_swiglu_backward(h_q, w_R, da_Rf, w1, live_B)
             del h_q, da_Rf
             weights_back = start_combine_slots(dw_R, plan)
-            dx_RD = grouped_gemm_nt(dh_q, transpose(w1.q), groups, ctx.dtype)
+            dx_RD = grouped_gemm_nt(dh_q, transposed(w1), groups, ctx.dtype)
             leaving = start_combine_rows(dx_RD, plan)  # dx travels while w1's gradient is made
             del dh_q, dx_RD
             if w1.trainable:

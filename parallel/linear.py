@@ -16,7 +16,8 @@ from torch.autograd.function import FunctionCtx
 from fp8.activation import Activation
 from fp8.gemm import gemm_nt
 from fp8.linear import linear, quantize_grad_forms
-from fp8.quantize import requantize_t, transpose
+from fp8.quantize import requantize_t
+from fp8.transposed import transposed
 from fp8.weight import Weight
 from parallel.collectives import all_gather_rows, start_all_gather_rows
 from parallel.mesh import Axis
@@ -43,7 +44,7 @@ class _ColumnLinear(torch.autograd.Function):
         gathering = start_all_gather_rows(x_q, axis, KIND) if axis.sequence and weight.trainable else None
         dy_q, dy_t = quantize_grad_forms(weight, dy_Tf, ctx.needs_input_grad[0])
         if dy_q is not None:
-            dx = start_sum_tokens(gemm_nt(dy_q, transpose(weight.q), dtype=dy_Tf.dtype), axis)
+            dx = start_sum_tokens(gemm_nt(dy_q, transposed(weight), dtype=dy_Tf.dtype), axis)
         if dy_t is not None:
             x_t = requantize_t(gathering.wait() if gathering else x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
@@ -76,7 +77,7 @@ class _RowLinear(torch.autograd.Function):
         dy_q = weight.quantize_grad(dy_tD)
         dy_q = all_gather_rows(dy_q, axis, KIND) if axis.sequence else dy_q
         if ctx.needs_input_grad[0]:
-            dx_Tf = gemm_nt(dy_q, transpose(weight.q), dtype=dy_tD.dtype)
+            dx_Tf = gemm_nt(dy_q, transposed(weight), dtype=dy_tD.dtype)
         if weight.trainable:
             dy_t = weight.retile_grad_t(dy_q) if axis.sequence else weight.quantize_grad_t(dy_tD)
             x_t = requantize_t(x_q)

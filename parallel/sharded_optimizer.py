@@ -158,7 +158,9 @@ class ShardedReducer(GradReducer):
             bucket.round = 0 if last else bucket.round + 1
         if not last:
             for weight in self._bucket_of:
+                version = weight.version
                 weight.clear_grad()
+                weight.version = version  # the step goes on, with the same values
             return
         for shell, total in [*self._sums, *((s, s.whole.main_grad) for s in self._alone)]:
             shell.main_grad = total

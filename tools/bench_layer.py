@@ -3,7 +3,8 @@
 Each part runs alone on random tokens, with the routing that random weights give, gradients of weights written (not added) in FP32.
 Times are medians over alternating rounds, by CUDA events; "graph" is the sum once more as one CUDA graph, so without gaps between
 launches, "roofline" the share that tools/roofline.py's least time has of it. `--profile DIR` also saves a trace and the kernels'
-shares of each part.
+shares of each part. A recipe's `+kept` (`--recipes block block+kept bf16`) is fp8.keep_transposed: weights are turned outside of
+what is timed, as in a step of many micro-batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8.recipe import Recipe
-from fp8.weight import weights
+from fp8.transposed import keep_transposes, refresh_transposes
+from fp8.weight import Weight, weights
 from model.attention import Context
 from model.config import ModelConfig
 from model.transformer import Transformer, initial_values
@@ -30,10 +32,19 @@ Run = Callable[[], Tensor]  # forward; returns what backward starts from
 PARTS = ("attention", "dense", "moe", "layer", "head")
 
 
-def build(config: ModelConfig, recipe: Recipe, stage: int) -> Transformer:
-    """A model on the GPU with its initial values, without optimizer."""
+def contender(name: str) -> tuple[Recipe, bool]:
+    """(recipe, whether its weights keep their transposes) of `block`, `block+kept`, `bf16`."""
+    base, plus, _ = name.partition("+kept")
+    return getattr(Recipe, base)(), bool(plus)
+
+
+def build(config: ModelConfig, name: str, stage: int) -> Transformer:
+    """A model on the GPU with its initial values, without optimizer; `name` as for `contender`."""
+    recipe, kept = contender(name)
     with torch.device("cuda"):
         model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
+    if kept:
+        keep_transposes(weight for _, weight in weights(model))
     for _, weight, value in initial_values(model, seed=0):
         weight.set_(value)
     return model
@@ -71,10 +82,17 @@ def part(model: Transformer, name: str, batch: int, seq_len: int) -> tuple[Run, 
     return runs[name], dy
 
 
+def fresh_step(model: nn.Module) -> None:
+    """As an optimizer step leaves the weights: no gradients; kept transposes are turned again, outside of what is timed."""
+    every: list[Weight] = [weight for _, weight in weights(model)]
+    for weight in every:
+        weight.clear_grad()
+    refresh_transposes(every)
+
+
 def once(model: nn.Module, run: Run, dy: Tensor) -> tuple[float, float, float]:
     """(forward ms, backward ms, both)."""
-    for _, weight in weights(model):
-        weight.clear_grad()
+    fresh_step(model)
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     torch.cuda.synchronize()
     start.record()
@@ -88,8 +106,7 @@ def once(model: nn.Module, run: Run, dy: Tensor) -> tuple[float, float, float]:
 
 def graphed(model: nn.Module, run: Run, dy: Tensor, rounds: int) -> float:
     """Median ms of forward and backward as one CUDA graph: the GPU's time without the host's."""
-    for _, weight in weights(model):
-        weight.clear_grad()
+    fresh_step(model)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run().backward(dy)
@@ -144,11 +161,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     need_gpu("tools.bench layer")
     config = ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk)
-    models = {name: build(config, getattr(Recipe, name)(), args.stage) for name in args.recipes}
+    models = {name: build(config, name, args.stage) for name in args.recipes}
     results: list[dict[str, object]] = []
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.seq} tokens, copy {rate / 1e12:.2f} TB/s")
-    print(f"{'part':<12}{'recipe':<8}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}{'graph':>9}{'roofline':>10}")
+    print(f"{'part':<12}{'recipe':<12}{'fwd ms':>9}{'bwd ms':>9}{'sum':>9}{'graph':>9}{'roofline':>10}")
     for name in args.parts:
         runs = {recipe: part(model, name, args.batch, args.seq) for recipe, model in models.items()}
         times: dict[str, list[tuple[float, float, float]]] = {recipe: [] for recipe in models}
@@ -160,9 +177,9 @@ def main(argv: list[str] | None = None) -> None:
         for recipe, model in models.items():
             forward, backward, total = (statistics.median(column) for column in zip(*times[recipe], strict=True))
             replayed = graphed(model, *runs[recipe], args.rounds)
-            fp8 = getattr(Recipe, recipe)().is_fp8
+            fp8 = contender(recipe)[0].is_fp8
             floor = 1e3 * part_seconds(config, name, args.batch * args.seq, args.seq, fp8, rate)
-            print(f"{name:<12}{recipe:<8}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}{floor / replayed:10.0%}")
+            print(f"{name:<12}{recipe:<12}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}{floor / replayed:10.0%}")
             row: dict[str, object] = {"part": name, "recipe": recipe, "forward_ms": forward, "backward_ms": backward, "ms": total}
             row |= {"graph_ms": replayed, "roofline": floor / replayed}
             if args.profile:

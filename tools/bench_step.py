@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fp8.optimizer import states_named
 from fp8.recipe import Recipe
+from fp8.transposed import keep_transposes
 from fp8.weight import weights
 from model import router
 from model.config import ModelConfig
@@ -35,7 +36,7 @@ from parallel.collectives import all_reduce
 from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
-from tools.bench_layer import print_kernels, profile
+from tools.bench_layer import contender, print_kernels, profile
 from tools.bench_mirror import mirror_mesh, mirrored
 from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     if speaks:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
-        print(f"{'recipe':<8}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
+        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
     results = []
     with mirrored() if args.mirror else nullcontext():
         for layout in args.layouts:
@@ -270,14 +271,17 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
     mesh, parallel = layout_named(layout, device, args.mirror)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    stepper = Stepper(work, getattr(Recipe, name)(), mesh, parallel, device)
+    recipe, kept = contender(name)
+    stepper = Stepper(work, recipe, mesh, parallel, device)
+    if kept:
+        keep_transposes(stepper.weights)
     row: dict[str, object] = {"layout": layout, "recipe": name} | measure(stepper, args.steps)
     tokens = work.parts * work.batch * work.seq * mesh.dp.size
     flops = flops_per_token(work.config, work.seq) * tokens / mesh.world.size
     row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if speaks:
-        print(f"{name:<8}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
+        print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
         print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['peak_gib']:8.1f}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
         if "exposed_ms" in row:

@@ -86,7 +86,8 @@ def configured(config: Config, gpus: int) -> Layout | None:
     if not isinstance(stage, int) or config.problems(gpus):
         return None
     zero = parallel.zero if gpus // parallel.tp > 1 else 0
-    return Layout(gpus, parallel.tp, parallel.ep, stage, config.train.micro_batch, zero)
+    keep = config.fp8.keep_transposed
+    return Layout(gpus, parallel.tp, parallel.ep, stage, config.train.micro_batch, zero, keep_transposed=keep)
 
 
 def _powers(limit: int) -> list[int]:
@@ -115,7 +116,7 @@ def layouts(config: Config, gpus: int) -> list[Layout]:
                 if round_batch(config, batch * (gpus // tp)) is None:
                     continue
                 for zero in (0, 1, 2) if gpus // tp > 1 else (0,):
-                    found.append(Layout(gpus, tp, ep, 0, batch, zero))
+                    found.append(Layout(gpus, tp, ep, 0, batch, zero, keep_transposed=config.fp8.keep_transposed))
     return found
 
 
@@ -159,6 +160,15 @@ def _kept_by_stage(config: Config, plan: Plan) -> str:
     return ", ".join(f"{sum(kept.values()) / GB:,.1f}" for kept in found)
 
 
+def _keeping_transposes(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
+    """What fp8.keep_transposed would change, where it fits and several micro-batches share a step's weights."""
+    other = make_plan(config, replace(plan.layout, keep_transposed=True), gpu, plan.states)
+    more, saved = other.memory.peak - plan.memory.peak, plan.speed.expected - other.speed.expected
+    if saved <= 0 or not (plan.fits(gpu) and other.fits(gpu)):
+        return []
+    return [f"               fp8.keep_transposed=true would take {more / GB:,.1f} GB more and {saved * 1e3:,.0f} ms less a step"]
+
+
 def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
     """Memory, wire and time of one plan."""
     batch = plan.speed.tokens // config.data.seq_len
@@ -179,6 +189,7 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
         f"step time      floor {s.floor:.3f} s, expected {s.expected:.3f} s: "
         + ", ".join(f"{k} {v / s.expected:.0%}" for k, v in s.parts.items() if v),
         f"               {s.tokens / s.expected:,.0f} tokens/s, {per_gpu:,.0f} a GPU",
+        *_keeping_transposes(plan, gpu, config),
     ]
 
 

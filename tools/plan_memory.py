@@ -26,6 +26,7 @@ BUCKET_BYTES = 64 << 20  # parallel/grad_reduce.py
 OVERHEAD_BYTES = 2 << 30
 # Working memory when no activation is kept: states that visit the GPU; new weights of all owners on their way, all sent at once
 AFTER_STEP = ("optimizer", "weight gather")
+COUNTED = ("parameters", "weights", "transposes", "gradients", "states")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Layout:
         micro_batch: sequences a rank takes at once.
         zero: masters and moments (1), gradients too (2), split over the ranks that hold the same weight (dp, or edp for experts).
         balance: rows of the busiest expert rank over the mean; 1 is even.
+        keep_transposed: fp8.keep_transposed.
     """
 
     world: int = 1
@@ -46,6 +48,7 @@ class Layout:
     micro_batch: int = 1
     zero: int = 0
     balance: float = 1.1
+    keep_transposed: bool = False
 
     @property
     def dp(self) -> int:
@@ -85,11 +88,11 @@ class Memory:
 
 @functools.lru_cache(maxsize=1024)
 def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, gradients: torch.dtype) -> dict[str, int]:
-    """Parameters, and bytes of weights, gradients and states, of dense weights and of experts on one rank."""
+    """Parameters, and bytes of weights, of transposes that may be kept, of gradients and of states: dense weights' and experts'."""
     layout = Layout(world=tp * ep, tp=tp, ep=ep)
     with torch.device("meta"):
         model = Transformer(config, recipe, layout.mesh())
-    found = {f"{kind} {what}": 0 for kind in ("dense", "expert") for what in ("parameters", "weights", "gradients", "states")}
+    found = {f"{kind} {what}": 0 for kind in ("dense", "expert") for what in COUNTED}
     found["dense replicated"] = 0
     for _, weight in weights(model):
         kind = "expert" if weight.expert else "dense"
@@ -100,6 +103,7 @@ def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int
         found[f"{kind} parameters"] += weight.numel
         found["dense replicated"] += weight.numel * weight.tp_partial
         found[f"{kind} weights"] += weight.q.nbytes
+        found[f"{kind} transposes"] += weight.q.nbytes if weight.scale_inv is not None and weight is not model.embedding else 0
         low = weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight not in (model.embedding, model.head)
         found[f"{kind} gradients"] += weight.numel * (gradients if low else torch.float32).itemsize
         found[f"{kind} states"] += sum(t.nbytes for t in parts)
@@ -202,11 +206,12 @@ def working(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden
     D, f, V = c.hidden_size, c.moe_intermediate_size, c.vocab_size // layout.tp
     rows, chunk = expert_rows(c, layout, t), min(c.loss_chunk, layout.micro_batch * seq_len)
     experts = c.num_experts // layout.ep
-    transposed = V * D * b.activation if b.fp8 else V * D * b.hidden
+    turned = not layout.keep_transposed
+    transposed = turned * V * D * b.activation if b.fp8 else V * D * b.hidden
     # BF16 logits, their gradient in BF16, and in FP8 along both dimensions
     head = chunk * V * (2 * b.hidden + (2 * b.activation if b.fp8 else b.hidden)) + transposed
     # gate_up's dgrad: dh both ways (its pre-activations have gone), dX; the transposed weight, or BF16's own wgrad twice
-    own = experts * 2 * f * D * (b.activation if b.fp8 else 2 * b.hidden)
+    own = experts * 2 * f * D * (turned * b.activation if b.fp8 else 2 * b.hidden)
     backward = rows * (2 * f * b.activation + D * b.hidden) + own
     forward = rows * (D * (b.activation + b.hidden) + 2 * f * b.hidden + f * (b.hidden + b.activation))
     if layout.stage >= 4:
@@ -252,6 +257,7 @@ def memory(
     count = static(c, recipe, states, layout.tp, layout.ep, gradients)
     shards = {"dense": layout.dp, "expert": layout.edp} if layout.zero else {"dense": 1, "expert": 1}
     held = {"weights": count["dense weights"] + count["expert weights"], "gradients": 0, "states": 0}
+    held["transposes"] = layout.keep_transposed * (count["dense transposes"] + count["expert transposes"])
     for kind, size in shards.items():
         held["states"] += count[f"{kind} states"] // size
         own = 4 * count[f"{kind} parameters"] // size  # owners' sums, in FP32

@@ -195,6 +195,7 @@ def speed(
     stream = local["experts"] * b.activation / traffic
     wgrad = max(product, local["experts"] * 8 / traffic)  # reads and writes FP32 gradients
     experts = 2 * max(product, stream) + wgrad + (3 * stream if b.fp8 else 0)  # and the transposed weights
+    turned_once = (micro_batches - 1) * 3 * stream * (b.fp8 and layout.keep_transposed)
     core = 2 * whole * seq_len * c.num_attention_heads / layout.tp * c.head_dim * layers / 1e12
     attention = core / gpu.attention[0] + 2.5 * core / gpu.attention[1]
 
@@ -217,13 +218,13 @@ def speed(
     optimizer = (owned * 6 + 2 * state_bytes) / traffic
 
     parts = {
-        "linears and head": micro_batches * gemms, "experts": micro_batches * experts, "attention": micro_batches * attention,
-        "elementwise": micro_batches * element, "recompute": micro_batches * again,
+        "linears and head": micro_batches * gemms, "experts": micro_batches * experts - turned_once,
+        "attention": micro_batches * attention, "elementwise": micro_batches * element, "recompute": micro_batches * again,
     }  # fmt: skip
     parts = {name: seconds * STEP_OVER_PARTS for name, seconds in parts.items()}
     host = 0.0 if cuda_graphs else micro_batches * layers * HOST_SECONDS
     parts["launches"] = max(host - sum(parts.values()), 0.0)
     parts |= {"communication": exposed, "gradient reduction": reduce, "weight gather": gather}
     parts["optimizer"] = optimizer * OPTIMIZER_OVER_TRAFFIC
-    floor = micro_batches * (gemms + experts + attention) + optimizer
+    floor = micro_batches * (gemms + experts + attention) - turned_once + optimizer
     return Speed(parts, sent, floor, global_batch * seq_len)
