@@ -74,11 +74,28 @@ def peaks(pairs, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def times(pairs, factors, HARDWARE: tl.constexpr):
+    """Products of the halves of two tensors of pairs, as BF16: exact for powers of two, and half of fp32's registers."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, factors], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return pack_bf16(low_half(pairs) * low_half(factors), high_half(pairs) * high_half(factors), HARDWARE)
+
+
+@triton.jit
+def both_halves(x):
+    """An fp32 tensor of powers of two as pairs of equal BF16."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits | (bits >> 16)
+
+
+@triton.jit
 def _encode_pairs(lo, hi, multiplier, HARDWARE: tl.constexpr):
     """Four neighbours times `multiplier` -> a word of four codes."""
-    return pack4(
-        low_half(lo) * multiplier, high_half(lo) * multiplier, low_half(hi) * multiplier, high_half(hi) * multiplier, HARDWARE
-    )
+    lo, hi = times(lo, multiplier, HARDWARE), times(hi, multiplier, HARDWARE)
+    return pack4(low_half(lo), high_half(lo), low_half(hi), high_half(hi), HARDWARE)
 
 
 @triton.jit
@@ -95,7 +112,7 @@ def store_row_form(
     joined = join4(larger(lo0, hi0, HARDWARE), larger(lo1, hi1, HARDWARE), larger(lo2, hi2, HARDWARE), larger(lo3, hi3, HARDWARE))
     peak = peaks(joined, 1, HARDWARE)
     multiplier, inverse = pow2_scale(tl.maximum(peak << 16, peak & UPPER))
-    m0, m1, m2, m3 = split4(multiplier)
+    m0, m1, m2, m3 = split4(both_halves(multiplier))
     row = rb * 128 + 4 * tl.arange(0, 32)
     every = rb * 128 + tl.arange(0, 128)
     q = q_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
@@ -134,12 +151,16 @@ def store_column_form(
     hi = larger(larger(hi0, hi1, HARDWARE), larger(hi2, hi3, HARDWARE), HARDWARE)
     lo, hi = tl.split(peaks(tl.join(lo, hi), 0, HARDWARE))
     multiplier, inverse = pow2_scale(join4(lo << 16, lo & UPPER, hi << 16, hi & UPPER))
-    m0, m1, m2, m3 = split4(multiplier)
-    m0, m1, m2, m3 = m0[None, :], m1[None, :], m2[None, :], m3[None, :]
-    w0 = pack4(low_half(lo0) * m0, low_half(lo1) * m0, low_half(lo2) * m0, low_half(lo3) * m0, HARDWARE)
-    w1 = pack4(high_half(lo0) * m1, high_half(lo1) * m1, high_half(lo2) * m1, high_half(lo3) * m1, HARDWARE)
-    w2 = pack4(low_half(hi0) * m2, low_half(hi1) * m2, low_half(hi2) * m2, low_half(hi3) * m2, HARDWARE)
-    w3 = pack4(high_half(hi0) * m3, high_half(hi1) * m3, high_half(hi2) * m3, high_half(hi3) * m3, HARDWARE)
+    m0, m1, m2, m3 = split4(multiplier.to(tl.int32, bitcast=True))
+    m_lo, m_hi = (m1 | (m0 >> 16))[None, :], (m3 | (m2 >> 16))[None, :]  # powers of two are BF16
+    lo0, hi0 = times(lo0, m_lo, HARDWARE), times(hi0, m_hi, HARDWARE)
+    lo1, hi1 = times(lo1, m_lo, HARDWARE), times(hi1, m_hi, HARDWARE)
+    lo2, hi2 = times(lo2, m_lo, HARDWARE), times(hi2, m_hi, HARDWARE)
+    lo3, hi3 = times(lo3, m_lo, HARDWARE), times(hi3, m_hi, HARDWARE)
+    w0 = pack4(low_half(lo0), low_half(lo1), low_half(lo2), low_half(lo3), HARDWARE)
+    w1 = pack4(high_half(lo0), high_half(lo1), high_half(lo2), high_half(lo3), HARDWARE)
+    w2 = pack4(low_half(hi0), low_half(hi1), low_half(hi2), low_half(hi3), HARDWARE)
+    w3 = pack4(high_half(hi0), high_half(hi1), high_half(hi2), high_half(hi3), HARDWARE)
     col = first + tl.arange(0, 4 * WORDS)
     out = qt_ptr + col.to(tl.int64)[:, None] * words_t + (rb * 32 + tl.arange(0, 32))[None, :]
     if FULL:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.block_forms import pack_bf16, store_column_form, store_row_form
+from fp8.block_forms import both_halves, pack_bf16, store_column_form, store_row_form, times
 from fp8.launch import cdiv
 from fp8.quantize_device import abs_bits, encode_bytes, load_row, pow2_scale, unpack4
 from fp8.quantized import Quantized
@@ -94,8 +94,8 @@ def _quantize_transposed(
 def scaled_pairs(word, scale, HARDWARE: tl.constexpr):
     """Words of four E4M3 codes times their row's scale, as two pairs of BF16: exact, since a code has four significant bits."""
     x0, x1, x2, x3 = unpack4(word, HARDWARE)
-    scale = scale[:, None]
-    return pack_bf16(x0 * scale, x1 * scale, HARDWARE), pack_bf16(x2 * scale, x3 * scale, HARDWARE)
+    scale = both_halves(scale)[:, None]
+    return times(pack_bf16(x0, x1, HARDWARE), scale, HARDWARE), times(pack_bf16(x2, x3, HARDWARE), scale, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["rows"])
