@@ -57,9 +57,12 @@ class Layout:
     overlap: bool = False
     dispatch: str = "auto"
     graph: bool = False
+    alone: bool = False  # every process for itself
+    reverse: bool = False  # the rows of a batch, which changes nothing but the order of sums
 
 
 LAYOUTS = {
+    "one process, rows reversed": Layout(alone=True, reverse=True),
     "dp=2": Layout(),
     "dp=2, zero 1, FP8 gradients, gather overlapped": Layout(grad_wire="fp8", zero=1, overlap=True),
     "dp=2, zero 2, FP8-LM": Layout(grad_wire="fp8_lm", zero=2),
@@ -74,6 +77,10 @@ LAYOUTS = {
 }
 # of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places
 BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "block": 2e-2}
+# of the gradient norm in step 1, where weights are the same: elements rounded apart by e (2^-9, FP8 0.027, an FP8-LM sum 0.06) move
+# a norm by e^2 / 2, which is 0.002 at most; experts chosen at near ties, and shared KV heads' halves under tp, add what is left.
+# Later norms are not held to anything: steps without warmup spike, and the same steps with rows reversed lie as far apart.
+FIRST_NORM = {"fp32": 1e-5, "bf16": 1e-2, "block": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Sailor:
     """A model under a layout, on its way through the steps of a trip."""
 
     def __init__(self, trip: Trip, mesh: Mesh, layout: Layout, device: torch.device) -> None:
-        self.trip, self.mesh, self.device = trip, mesh, device
+        self.trip, self.mesh, self.device, self.reverse = trip, mesh, device, layout.reverse
         dtype = torch.float32 if trip.recipe == "fp32" else torch.bfloat16
         with torch.device(device):
             self.model = Transformer(trip.config, recipe_named(trip.recipe), mesh, dtype).train()
@@ -119,7 +126,7 @@ class Sailor:
 
     def step(self, number: int) -> tuple[float, float]:
         """(loss of the global batch, gradient norm)."""
-        batch = [x.to(self.device) for x in self.trip.batch(number)]
+        batch = [(x.flip(0) if self.reverse else x).to(self.device) for x in self.trip.batch(number)]
         tokens, labels = (x.chunk(self.mesh.dp.size)[self.mesh.dp.rank] for x in batch)
         valid: NumValid = count_valid(*batch)
         for _, weight in self.named:
@@ -182,8 +189,8 @@ def compare(rank: int, size: int, store: str, trip: Trip, names: list[str]) -> d
     """Losses and norms of each step, and what the weights are in the end: one process ("solo"), then each layout."""
     device, found = enter(rank, size, store, trip), {}
     for name in ("solo", *names):
-        layout = Layout() if name == "solo" else LAYOUTS[name]
-        sailor = Sailor(trip, Mesh.solo() if name == "solo" else mesh_of(layout, device), layout, device)
+        layout = Layout(alone=True) if name == "solo" else LAYOUTS[name]
+        sailor = Sailor(trip, Mesh.solo() if layout.alone else mesh_of(layout, device), layout, device)
         losses, norms = sailor.sail(0, trip.steps)
         found[name] = {"losses": losses, "norms": norms, "bits": sailor.fingerprints()}
     return found
@@ -206,12 +213,14 @@ def resumed(rank: int, size: int, store: str, trip: Trip, folder: str) -> list[f
 def check(by_rank: list[dict[str, Any]], recipe: str) -> None:
     one, two = by_rank
     truth = one.pop("solo")
+    print(f"{recipe:6} one process's norms: {' '.join(f'{norm:.3g}' for norm in truth['norms'])}")
     for name, got in one.items():
         loss = largest(abs(a / b - 1) for a, b in zip(got["losses"], truth["losses"], strict=True))
-        norm = largest(abs(a / b - 1) for a, b in zip(got["norms"], truth["norms"], strict=True))
-        ends = f"{truth['losses'][0]:.3f} -> {truth['losses'][-1]:.3f}"
-        print(f"{recipe:6} {name:48} off by {loss:.1e} of the loss ({ends}), {norm:.1e} of the norm", flush=True)
-        assert loss < BOUNDS[recipe], name
+        norm = [largest([abs(a / b - 1)]) for a, b in zip(got["norms"], truth["norms"], strict=True)]
+        ends, at = f"{truth['losses'][0]:.3f} -> {truth['losses'][-1]:.3f}", norm.index(max(norm))
+        print(f"{recipe:6} {name:48} off by {loss:.1e} of the loss ({ends}); of the norm {norm[0]:.1e} at step 1,", end=" ")
+        print(f"most at step {at + 1}: {got['norms'][at]:.3g} for {truth['norms'][at]:.3g}", flush=True)
+        assert loss < BOUNDS[recipe] and norm[0] < FIRST_NORM[recipe], name
         assert got["norms"] == two[name]["norms"], f"ranks disagree on the norm: {name}"
         other = two[name]["bits"]
         differing = [key for key in got["bits"].keys() & other.keys() if got["bits"][key] != other[key]]
@@ -227,7 +236,7 @@ ON_GPU = Trip(CUT, "block", 20, 8, 512, True)
 @TWO_GPUS
 @pytest.mark.parametrize("recipe", ["block", "bf16"])
 def test_layouts_on_two_gpus(tmp_path: Path, recipe: str) -> None:
-    names = [n for n in LAYOUTS if "graph" not in n] if recipe == "block" else ["dp=2", "tp=2", "ep=2", "tp=2, ep=2"]
+    names = [n for n in LAYOUTS if "graph" not in n] if recipe == "block" else ["one process, rows reversed", "dp=2", "tp=2", "ep=2", "tp=2, ep=2"]
     check(run_ranks(2, compare, str(tmp_path / "store"), replace(ON_GPU, recipe=recipe), names, timeout=150.0), recipe)
 
 
