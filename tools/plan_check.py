@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8.transposed import keep_transposes
 from fp8.weight import weights
 from model.loss import count_valid
 from model.transformer import Transformer, initial_values
@@ -68,6 +69,8 @@ def compare(config: Config) -> Comparison:
     with torch.device(device):
         model = Transformer(config.model, config.fp8.build(), mesh, torch.bfloat16, layout.stage).train()
     set_gradient_format(model, gradient_format(config.optim, config.fp8.level))
+    if config.fp8.keep_transposed:
+        keep_transposes(weight for _, weight in weights(model))
     options = 0.9, 0.95, 1e-8, 0.1, states, 0, config.optim.offload
     optimizer = make_optimizer(model, mesh, parallel.zero, parallel.zero_partition, parallel.overlap_gather, *options)
     reducer = make_reducer(weights(model), mesh, optimizer, parallel.grad_wire, parallel.grad_rounding, parallel.zero)

@@ -194,6 +194,21 @@ def test_offloaded_states_leave_the_gpu_and_cost_the_link() -> None:
     assert off.speed.expected > on.speed.expected
 
 
+def test_kept_transposes_cost_a_byte_a_parameter_and_save_a_turn_a_micro_batch() -> None:
+    def planned(*over: str) -> list[plan.Plan]:
+        configs = [load_config(f"{ROOT}/configs/small.yaml", [*over, f"fp8.keep_transposed={v}"]) for v in ("false", "true")]
+        return [make_plan(c, configured(c, 1), GPUS["h200"], plan.states_of(c)) for c in configs]
+
+    one, kept = planned()
+    with torch.device("meta"):
+        model = Transformer(load_config(f"{ROOT}/configs/small.yaml").model, Recipe.block())
+    turned = [weight.q.nbytes for name, weight in weights(model) if weight.scale_inv is not None and name != "embedding"]
+    assert (one.memory.static["transposes"], kept.memory.static["transposes"]) == (0, sum(turned))
+    assert 0 <= sum(turned) - (kept.memory.peak - one.memory.peak) <= max(turned), "backward makes none any more"
+    assert kept.speed.expected < one.speed.expected
+    assert len({p.speed.expected for p in planned("train.global_batch=4", "train.micro_batch=4")}) == 1, "one turn a step anyway"
+
+
 def test_layouts_respect_the_models_sizes() -> None:
     tiny = load_config("configs/tiny.yaml", [])
     found = layouts(tiny, 8)

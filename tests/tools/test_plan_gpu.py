@@ -18,6 +18,8 @@ from training.config import load_config
 ON_A_GPU = {
     "evidence, block": ("configs/evidence.yaml", ()),
     "small, block, stage 1": ("configs/small.yaml", ("fp8.activations=1", "train.micro_batch=4")),
+    "small, block, stage 1, kept transposes": (
+        "configs/small.yaml", ("fp8.activations=1", "train.micro_batch=4", "fp8.keep_transposed=true")),
     "small, bf16": ("configs/small.yaml", ("fp8.recipe=bf16", "train.micro_batch=4")),
     "ling_mini_1gpu cut to 6 layers": ("configs/ling_mini_1gpu.yaml", ("model.num_hidden_layers=6",)),
     "ling_mini cut to 5 layers, stage 3": (

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from fp8 import transposed
 from fp8.health import Health
 from fp8.optimizer import AdamW
+from fp8.quantize import transpose
 from fp8.recipe import Recipe
+from fp8.transposed import keep_transposes
 from fp8.weight import weights
 from model.config import ModelConfig
 from model.loss import count_valid
@@ -23,9 +26,13 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def train(graphed: bool, steps: int = 5, micro_batches: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    graphed: bool, steps: int = 5, micro_batches: int = 3, kept: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     with torch.device("cuda"):
         model = Transformer(CONFIG, Recipe.block(), Mesh.solo())
+    if kept:
+        keep_transposes(weight for _, weight in weights(model))
     optimizer = AdamW(weights(model))
     for name, _, value in initial_values(model, 0):
         optimizer.set_master(name, value)
@@ -47,15 +54,26 @@ def train(graphed: bool, steps: int = 5, micro_batches: int = 3) -> tuple[list[f
     return losses, {name: w.data.view(torch.uint8).clone() for name, w in weights(model)}
 
 
-def test_replayed_training_is_the_eager_one() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_replayed_training_is_the_eager_one(kept: bool) -> None:
+    """Kept transposes are turned before a graph; eager training makes them for each use."""
     eager_losses, eager = train(graphed=False)
-    losses, replayed = train(graphed=True)
+    losses, replayed = train(graphed=True, kept=kept)
     if train(graphed=False)[0] != eager_losses:  # cuDNN's attention backward adds in no fixed order
         assert losses == pytest.approx(eager_losses, rel=1e-2)
         return
     assert losses == eager_losses
     for name, data in eager.items():
         assert torch.equal(data, replayed[name]), name
+
+
+def test_kept_transposes_are_turned_once_a_step_and_never_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = []
+    monkeypatch.setattr(transposed, "transpose", lambda q, out=None: (turned.append(q), transpose(q, out))[1])
+    train(graphed=True, steps=5, kept=True)  # eager, captured and replayed micro-batches
+    with torch.device("cuda"):
+        model = Transformer(CONFIG, Recipe.block(), Mesh.solo())
+    assert len(turned) == 5 * sum(weight.scale_inv is not None for _, weight in weights(model))
 
 
 def test_what_is_not_replayed() -> None:

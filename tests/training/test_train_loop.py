@@ -56,6 +56,14 @@ def test_two_crashes_and_resumes_are_the_uninterrupted_run_bitwise(
     assert any(name.startswith("expert_bias") and t.any() for name, t in ours.items()), "the bias has moved"
 
 
+def test_kept_transposes_change_no_bit(base: Path, straight: dict[str, Any], tmp_path: Path) -> None:
+    """Two micro-batches a step, a step that measures, an evaluation between steps."""
+    assert train.run(config_of(base, tmp_path, "fp8.keep_transposed=true")) == 0
+    assert losses(tmp_path) == straight["losses"]
+    ours, theirs = (tensors_of(whole_checkpoints(d)[-1]) for d in (tmp_path, straight["dir"]))
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
 def test_one_rank_to_two(base: Path, tmp_path: Path) -> None:
     """One process for 2 steps and two for 4 more, against one process for 6, in fp32."""
     overrides = ("fp8.recipe=fp32", "fp8.health_every=0", "eval.samples=0")
