@@ -49,7 +49,7 @@ from training.states import gradient_format, optimizer_states
 from training.step import StepResult, TrainStep
 from training.stopping import StopRequest, steps_lost
 from training.tokenizer import check_vocab, load_tokenizer
-from training.watchdog import Watchdog, record_collectives
+from training.watchdog import Watchdog, record_collectives, recording
 
 
 def run(config: Config) -> int:
@@ -83,7 +83,8 @@ class Run:
         )  # fmt: skip
         self.metrics = stack.enter_context(closing(Metrics(config, active=self.mesh.world.rank == 0)))
         self.metrics.prefix = admit(config, self.device)
-        self.watchdog = stack.enter_context(closing(Watchdog(self.mesh.world.rank, faults.quiet_s)))
+        on_nccl = recording(self.mesh.world.rank) if self.device.type == "cuda" and self.mesh.world.size > 1 else None
+        self.watchdog = stack.enter_context(closing(Watchdog(self.mesh.world.rank, faults.quiet_s, recording=on_nccl)))
         self.tokenizer = load_tokenizer(data.tokenizer)
         check_vocab(self.tokenizer, config.model.vocab_size)
         packed = data.seq_len, self.tokenizer.fingerprint

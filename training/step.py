@@ -104,6 +104,7 @@ class TrainStep:
         A bad step (loss or gradient not finite on any rank, or a spike) leaves weights, moments, biases and FP8 scales on
         every rank as before it; `problem` of the result names the step, the ranks and the first bad tensor.
         """
+        self.phases.note("counts")
         num_valid = global_counts(batches, self.mesh)
         self.auto.begin(step)
         if self.auto.observing:

@@ -17,7 +17,7 @@ import train
 from parallel.mesh import build_mesh
 from tests.helpers import ROOT, run_ranks, run_train
 from tests.training.runs import config_of, losses
-from training.errors import STOPPED, UNSAVED
+from training.errors import ALONE, STOPPED, UNSAVED
 from training.process import lost_contact
 from training.run_state import whole_checkpoints
 from training.stopping import StopRequest
@@ -40,6 +40,24 @@ def test_the_watchdog_prints_phase_and_stacks_once(tmp_path: Path) -> None:
         text = out.read()
     assert text.count("rank 3: nothing new for") == 1 and "in reduce of step 12" in text
     assert "test_the_watchdog_prints_phase_and_stacks_once" in text
+
+
+def test_a_collective_that_timed_out_ends_the_rank(tmp_path: Path) -> None:
+    """torch's flight recorder says so; a file that an earlier run has left says nothing."""
+    trace, left = tmp_path / "nccl_trace_rank_1", []
+    trace.write_bytes(b"old")
+    with open(tmp_path / "out", "w+") as out:
+        dog = Watchdog(1, 0.2, out, str(trace), left.append)
+        dog.note("backward of step 7")
+        time.sleep(0.1)
+        assert left == []
+        os.utime(trace, ns=(1, 1))
+        assert wait_for(lambda: left == [ALONE])
+        dog.close()
+        out.seek(0)
+        text = out.read()
+    assert text.count("in backward of step 7; stacks:") == 1 and "test_a_collective_that_timed_out_ends_the_rank" in text
+    assert f"error on rank 1: another rank is gone or hangs (NCCL timed out); the last collectives are in {trace}" in text
 
 
 def _late_rank(rank: int, size: int) -> str:
