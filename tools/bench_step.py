@@ -1,7 +1,9 @@
 """Whole optimizer steps by phase, FP8 against BF16 one after the other: `python -m tools.bench step`, on one GPU or under torchrun.
 
 The model is a config file's (`--config configs/small.yaml`) or Ling-mini cut to `--layers` MoE layers; random tokens as skewed as
-text, clipping. Each recipe runs `--steps` steps after warm-up; medians by CUDA events, of the ranks the slowest's.
+text, clipping. Each recipe runs `--steps` steps after warm-up; medians by CUDA events, of the ranks the slowest's. "roofline": the
+share that the products' least time (tools/roofline.py; one GPU, a rank's part of the tokens) has of forward and backward, on a GPU.
+`--profile DIR` also saves a trace of one more step and the kernels' shares.
 
 Under torchrun each of `--layouts` runs in turn: `solo` (every GPU for itself, what one GPU does), or keys of the configuration's
 `parallel` section: `ep=2`, `ep=1,zero=1,grad_wire=fp8`. The batch of a rank is the same in all. Then two more steps are timed
@@ -38,6 +40,7 @@ from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tools.bench_layer import contender, print_kernels, profile
 from tools.bench_mirror import mirror_mesh, mirrored
+from tools.roofline import copy_rate, step_seconds
 from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
 
@@ -253,12 +256,12 @@ def main(argv: list[str] | None = None) -> None:
     if speaks:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
-        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'GiB':>8}")
-    results = []
+        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'roofline':>10}{'GiB':>8}")
+    rate, results = copy_rate() if device.type == "cuda" else 0.0, []
     with mirrored() if args.mirror else nullcontext():
         for layout in args.layouts:
             for name in args.recipes:
-                results.append(run(work, layout, name, device, args, speaks))
+                results.append(run(work, layout, name, device, rate, args, speaks))
                 gc.collect()
                 torch.cuda.empty_cache()
     close_mesh()
@@ -266,8 +269,10 @@ def main(argv: list[str] | None = None) -> None:
         args.out.write_text(json.dumps(results, indent=1))
 
 
-def run(work: Work, layout: str, name: str, device: torch.device, args: argparse.Namespace, speaks: bool) -> dict[str, object]:
-    """One layout and recipe: measured, printed by the first rank."""
+def run(
+    work: Work, layout: str, name: str, device: torch.device, rate: float, args: argparse.Namespace, speaks: bool
+) -> dict[str, object]:
+    """One layout and recipe: measured, printed by the first rank. `rate`: of a copy, 0 where there is no GPU."""
     mesh, parallel = layout_named(layout, device, args.mirror)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -279,10 +284,12 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
     tokens = work.parts * work.batch * work.seq * mesh.dp.size
     flops = flops_per_token(work.config, work.seq) * tokens / mesh.world.size
     row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
+    least = work.parts * step_seconds(work.config, tokens // work.parts // mesh.world.size, work.seq, recipe.is_fp8, rate) if rate else 0.0
+    row["roofline"] = 1e3 * least / (row["forward"] + row["backward"])
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if speaks:
         print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
-        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['peak_gib']:8.1f}", end="")
+        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['roofline']:10.0%}{row['peak_gib']:8.1f}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
         if "exposed_ms" in row:
             exposed = " ".join(f"{kind} {ms:.2f}" for kind, ms in row["exposed_ms"].items())
@@ -290,7 +297,7 @@ def run(work: Work, layout: str, name: str, device: torch.device, args: argparse
             print(f"         waited for, ms a step: {exposed}; sent by a rank, MB a step: {sent}", end="")
             print(f"; rows of the busiest rank {row['busiest']:.2f} of the mean", flush=True)
     if args.profile:
-        row |= profile(stepper, args.profile, f"step-{name}")
+        row |= profile(stepper, args.profile, f"step-{name}-{layout}-rank{mesh.world.rank}")
         if speaks:
             print(f"    busy {row['busy_ms']:.3f} ms in {row['launches']} launches")
             print_kernels(row, 24)

@@ -1,10 +1,12 @@
 """What travels between ranks, measured: `torchrun --nproc-per-node 2 -m tools.bench comm`; on a machine without GPUs over gloo.
 
-Three times for each leg and format, of the slowest rank, medians:
+Four times for each leg and format, of the slowest rank, medians:
 
     wire     the collective alone, on bytes that are packed already
     no casts packing, collective, unpacking to where the bytes are used
     whole    with quantisation before and dequantisation after, where the leg has them; what a model waits for
+    graph    the same, replayed as a CUDA graph, as train.py does; launched one by one, short legs take as long as the host does.
+             Not where the host reads counts, and not for gradients and weights, which leave after the graph
 
 "dispatch x" is the forward's first trip, with whatever precedes it; "dispatch dY" is the backward's, along the same plan; "combine"
 serves y forward and dX backward. "counted": the same with parallel.dispatch=counted, where "counts" are exchanged and read first.
@@ -54,6 +56,7 @@ class Measured:
     wire: float
     no_casts: float
     whole: float
+    graph: float = 0.0
 
 
 class WireTimer:
@@ -73,6 +76,19 @@ class WireTimer:
             found = [1e3 * a.elapsed_time(b) for a, b in found]
         median = torch.tensor([statistics.median(found)], device=self.device)
         return all_reduce(median, self.axis, "bench", "max").item()
+
+    def replayed(self, call: Callable[[], object]) -> float:
+        """As a CUDA graph; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            kept = call()  # alive, so that its parts do not share memory
+        found = self(graph.replay)
+        del kept, graph
+        return found
 
     def _on_gpu(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -121,8 +137,10 @@ def token_legs(args: argparse.Namespace, timer: WireTimer, tokens: int, axis: Ax
         for leg, call in calls.items():
             nbytes = sent_by(axis, lambda call=call, ready=ready: call(ready))
             no_casts = timer(lambda call=call, ready=ready: call(ready))
-            whole = timer(lambda call=call, make=make: call(make())) if fmt == "fp8" else no_casts
-            legs.append(Measured(leg, tokens, axis.size, fmt, nbytes, wire, no_casts, whole))
+            made = lambda call=call, make=make: call(make())  # noqa: E731
+            whole = timer(made) if fmt == "fp8" else no_casts
+            graph = 0.0 if leg == "dispatch x, counted" or not axis.gathers and leg == "dispatch x" else timer.replayed(made)
+            legs.append(Measured(leg, tokens, axis.size, fmt, nbytes, wire, no_casts, whole, graph))
         y = torch.randn(rows.shape, device=device, dtype=torch.bfloat16)
         legs.append(_combine_leg(timer, y, plan, fmt))
         del rows, packed, y
@@ -157,8 +175,8 @@ def _combine_leg(timer: WireTimer, y: Tensor, plan: DispatchPlan, fmt: str) -> M
         no_casts = timer(without_casts)
     else:
         no_casts = whole
-    nbytes = sent_by(axis, lambda: combine_rows(y, plan))
-    return Measured("combine", len(plan.row_Tn), axis.size, fmt, nbytes, wire, no_casts, whole)
+    nbytes, graph = sent_by(axis, lambda: combine_rows(y, plan)), timer.replayed(lambda: combine_rows(y, plan))
+    return Measured("combine", len(plan.row_Tn), axis.size, fmt, nbytes, wire, no_casts, whole, graph)
 
 
 # ---------------------------------------------------------------- gradients and weights over replicas
@@ -220,14 +238,15 @@ def weight_legs(timer: WireTimer, params: int, mesh: Mesh, device: torch.device)
 
 
 def show(legs: list[Measured]) -> None:
-    """A table; the last columns are over the first format of the same leg and size."""
-    heads = ("wire us", "GB/s", "no casts", "whole", "/first", "bytes/first")
+    """A table; columns "/first" are over the first format of the same leg and size."""
+    heads = ("wire us", "GB/s", "no casts", "whole", "/first", "graph", "/first", "bytes/first")
     print(f"{'leg':20} {'size':>10} {'ranks':>5} {'':6} {'MB sent':>8}" + "".join(f" {head:>11}" for head in heads))
     first: dict[tuple[str, int], Measured] = {}
     for x in legs:
         base = first.setdefault((x.leg, x.size), x)
         rate = x.nbytes / x.wire / 1e3 if x.wire else 0.0
-        numbers = (x.wire, rate, x.no_casts, x.whole, x.whole / base.whole, x.nbytes / max(base.nbytes, 1))
+        replayed = x.graph / base.graph if base.graph else 0.0
+        numbers = (x.wire, rate, x.no_casts, x.whole, x.whole / base.whole, x.graph, replayed, x.nbytes / max(base.nbytes, 1))
         print(f"{x.leg:20} {x.size:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f}" + "".join(f" {n:11.2f}" for n in numbers))
 
 
