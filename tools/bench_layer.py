@@ -122,12 +122,14 @@ def graphed(model: nn.Module, run: Run, dy: Tensor, rounds: int) -> float:
 
 
 def profile(run: Callable[[], object], folder: Path, name: str, top: int = 40) -> dict[str, object]:
-    """One profiled call: a trace in `folder`, and {busy_ms, launches, kernels: name -> [ms, calls]} of the GPU."""
+    """One profiled call: a trace in `folder`, and {busy_ms, launches, kernels: name -> [ms, calls]} of the GPU, if there is one."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as prof:
         run()
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
     prof.export_chrome_trace(str(folder / f"{name}.json.gz"))
     kernels: dict[str, list[float]] = {}

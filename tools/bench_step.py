@@ -36,11 +36,11 @@ from model.loss import NumValid, count_valid
 from model.transformer import Transformer, initial_values
 from parallel.collectives import all_reduce
 from parallel.grad_auto_scale import attach_auto_scale
-from parallel.mesh import WIRES, Mesh, build_mesh, close_mesh
+from parallel.mesh import Mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
 from tools.bench_layer import contender, print_kernels, profile
-from tools.bench_mirror import mirror_mesh, mirrored
-from tools.roofline import copy_rate, step_seconds
+from tools.bench_mirror import layout_named, mirrored
+from tools.roofline import copy_rate, step_share
 from training.config import ParallelConfig
 from training.graph import GraphedMicroBatch
 
@@ -205,21 +205,6 @@ def busiest_rank(stepper: Stepper) -> float:
     return (rows_Ln.amax(1) / rows_Ln.mean(1)).mean().item()
 
 
-def layout_named(text: str, device: torch.device, mirror: int = 0) -> tuple[Mesh, ParallelConfig]:
-    """`solo`, or keys of the `parallel` section: `ep=2,zero=1`; of `mirror` ranks that are not there."""
-    if text == "solo":
-        return Mesh.solo(), ParallelConfig()
-    given = dict(part.split("=") for part in text.split(","))
-    kinds = {name: type(getattr(ParallelConfig(), name)) for name in given}
-    as_bool = {"true": True, "false": False}
-    values = {name: as_bool[value] if kinds[name] is bool else kinds[name](value) for name, value in given.items()}
-    p = ParallelConfig(**values)
-    if mirror:
-        return mirror_mesh(mirror, p.ep, p.dispatch == "gathered" or (p.dispatch == "auto" and p.ep == 2)), p
-    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch)
-    return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tools.bench step", description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, help="a config file; its model is taken, nothing else")
@@ -256,7 +241,8 @@ def main(argv: list[str] | None = None) -> None:
     if speaks:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
-        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + f"{'tokens/s':>11}{'TFLOP/s':>9}{'roofline':>10}{'GiB':>8}")
+        columns = f"{'tokens/s':>11}{'TFLOP/s':>9}{'roofline':>10}{'GiB':>8}"
+        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + columns)
     rate, results = copy_rate() if device.type == "cuda" else 0.0, []
     with mirrored() if args.mirror else nullcontext():
         for layout in args.layouts:
@@ -284,8 +270,8 @@ def run(
     tokens = work.parts * work.batch * work.seq * mesh.dp.size
     flops = flops_per_token(work.config, work.seq) * tokens / mesh.world.size
     row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
-    least = work.parts * step_seconds(work.config, tokens // work.parts // mesh.world.size, work.seq, recipe.is_fp8, rate) if rate else 0.0
-    row["roofline"] = 1e3 * least / (row["forward"] + row["backward"])
+    share = work.parts, tokens // work.parts // mesh.world.size  # a rank's: micro-batches, tokens of one
+    row["roofline"] = step_share(work.config, *share, work.seq, recipe.is_fp8, row["forward"] + row["backward"], rate)
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if speaks:
         print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")

@@ -8,7 +8,6 @@ permutation have to move. Peaks are the vendor's dense ones for Hopper. Shapes: 
 from __future__ import annotations
 
 import torch
-from triton.testing import do_bench
 
 from model.config import ModelConfig
 
@@ -17,6 +16,8 @@ PEAK = {True: 1979e12, False: 989e12}  # FLOP/s in FP8, in BF16
 
 def copy_rate() -> float:
     """Bytes/s, read and written, of a copy of 1 GiB on this GPU."""
+    from triton.testing import do_bench  # a CPU does without Triton
+
     a, b = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
     return 2 * a.numel() / do_bench(lambda: b.copy_(a), warmup=10, rep=60, return_mode="median") * 1e3
 
@@ -56,3 +57,8 @@ def step_seconds(c: ModelConfig, tokens: int, seq_len: int, fp8: bool, rate: flo
     parts = {"dense": c.first_k_dense_replace, "moe": c.num_hidden_layers - c.first_k_dense_replace + mtp}
     parts |= {"attention": c.num_hidden_layers + mtp, "head": 1 + mtp}
     return sum(n * part_seconds(c, part, tokens, seq_len, fp8, rate) for part, n in parts.items())
+
+
+def step_share(c: ModelConfig, parts: int, tokens: int, seq_len: int, fp8: bool, milliseconds: float, rate: float) -> float:
+    """The share that the least time of `parts` micro-batches has of `milliseconds`; 0 where nothing was copied (rate 0: no GPU)."""
+    return 1e3 * parts * step_seconds(c, tokens, seq_len, fp8, rate) / milliseconds if rate else 0.0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton")
-
-from model.config import ModelConfig  # noqa: E402
-from tools.roofline import PEAK, linear_seconds, part_seconds, step_seconds  # noqa: E402
+from model.config import ModelConfig
+from tools.roofline import PEAK, linear_seconds, part_seconds, step_seconds, step_share
 
 C, RATE = ModelConfig(), 4e12
 
@@ -32,3 +30,11 @@ def test_a_step_is_its_parts() -> None:
     want = C.num_hidden_layers * parts["attention"] + moe * parts["moe"] + C.first_k_dense_replace * parts["dense"] + parts["head"]
     assert step_seconds(C, 4096, 4096, True, RATE) == pytest.approx(want)
     assert part_seconds(C, "layer", 4096, 4096, True, RATE) == pytest.approx(parts["attention"] + parts["moe"])
+
+
+def test_a_step_in_the_least_time_is_all_of_the_roofline() -> None:
+    """Two micro-batches read their weights twice; without a copy rate there is no roofline."""
+    least = step_seconds(C, 2048, 1024, True, RATE)
+    assert step_share(C, 2, 2048, 1024, True, 2e3 * least, RATE) == pytest.approx(1.0)
+    assert step_share(C, 1, 4096, 1024, True, 2e3 * least, RATE) < 1.0
+    assert step_share(C, 2, 2048, 1024, True, 2e3 * least, 0.0) == 0.0

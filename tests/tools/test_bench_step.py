@@ -1,0 +1,36 @@
+"""`tools.bench step` on a CPU: what it reports and the trace that --profile leaves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import bench_step
+
+TINY = """model: {vocab_size: 256, hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1,
+  head_dim: 64, intermediate_size: 256, first_k_dense_replace: 1, num_experts: 4, num_experts_per_tok: 2,
+  moe_intermediate_size: 128, n_group: 2, topk_group: 1, num_shared_experts: 1, max_position_embeddings: 64}
+"""
+
+
+def test_a_step_by_phase_its_share_of_the_roofline_and_its_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_step.torch.cuda, "is_available", lambda: False)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    out, folder = tmp_path / "step.json", tmp_path / "traces"
+    size = ["--config", str(tmp_path / "tiny.yaml"), "--batch", "1", "--seq", "32", "--steps", "1", "--chunk", "128"]
+    bench_step.main([*size, "--recipes", "block", "bf16", "--profile", str(folder), "--out", str(out)])
+    rows = json.loads(out.read_text())
+    assert [row["recipe"] for row in rows] == ["block", "bf16"]
+    for row in rows:
+        assert all(row[phase] > 0 for phase in bench_step.PHASES)
+        assert sum(row[phase] for phase in bench_step.PHASES) == pytest.approx(row["ms"], rel=1e-3)
+        assert row["roofline"] == 0.0, "no GPU, no roofline"
+        trace = json.loads(gzip.open(folder / f"step-{row['recipe']}-solo-rank0.json.gz").read())
+        assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+    header, *lines = capsys.readouterr().out.splitlines()[1:]
+    assert "roofline" in header and len(lines) >= len(rows)
