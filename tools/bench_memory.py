@@ -3,6 +3,7 @@
     python -m tools.bench memory                                         a small model on the CPU
     python -m tools.bench memory --sequence-parallel                     also sequence parallel x staging x FP8, on two ranks
     python -m tools.bench memory --device cuda --batch 4 --seq-len 4096  three of Ling-mini's layers
+    python -m tools.bench memory --per-layer                             a MoE layer, FP8 by stage against BF16, no other table
 
 kept: alive after forward. peak: most alive during backward, beside weights, gradients and whatever lived before. Per layer: the
 difference that one more layer makes. FLOPs: of GEMMs and attention (all S x S scores), forward and backward. On a GPU the same
@@ -42,6 +43,7 @@ SMALL = ModelConfig(
     max_position_embeddings=4096, initializer_range=0.02, loss_chunk=512,
 )  # fmt: skip
 STAGES = (0, 1, 2, 3, 4)
+PER_LAYER = (("bf16", 0), ("block", 0), ("block", 1), ("block", 2), ("block", 3))  # recipe, stage; the first is the yardstick
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,28 @@ def stage_table(config: ModelConfig, recipe: str, batch: int, seq_len: int, devi
     return rows
 
 
+def per_layer(config: ModelConfig, batch: int, seq_len: int, device: torch.device) -> dict[str, float]:
+    """Recipe and stage of `PER_LAYER` ("block/2") -> bytes a token that one more MoE layer keeps; on a GPU by the allocator."""
+    grown = replace(config, num_hidden_layers=config.num_hidden_layers + 1)
+    tokens, labels = sample_tokens(config, batch, seq_len, device)
+    rows = {}
+    for recipe, stage in PER_LAYER:
+        kept = []
+        for c in (config, grown):
+            account = measure(build(c, recipe, stage, device), tokens, labels)
+            kept.append(account.cuda_kept if device.type == "cuda" else account.kept)
+        rows[f"{recipe}/{stage}"] = (kept[1] - kept[0]) / tokens.numel()
+    return rows
+
+
+def print_per_layer(rows: dict[str, float]) -> None:
+    """Markdown."""
+    first = next(iter(rows.values()))
+    print("| recipe | stage | one MoE layer, bytes a token | |\n|---|---|---|---|")
+    for key, kept in rows.items():
+        print(f"| {key.replace('/', ' | ')} | {kept:,.0f} | {100 * (kept / first - 1):+.0f}% |")
+
+
 def print_stages(rows: dict[int, dict[str, Any]], num_tokens: int) -> None:
     """Markdown: totals by stage, then by tensor class."""
     first = rows[0]
@@ -218,6 +242,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sequence-parallel", action="store_true", help="also the 2 x 2 x 2 table, on two CPU ranks")
     parser.add_argument("--stage", type=int, default=4, help="stage of the 2 x 2 x 2 table")
+    parser.add_argument("--per-layer", action="store_true", help="one MoE layer, FP8 by stage against BF16, instead of the tables")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.device != "cpu":
@@ -231,7 +256,14 @@ def main(argv: list[str]) -> None:
     if args.layers:
         config = replace(config, num_hidden_layers=args.layers)
     device, num_tokens = torch.device(args.device), args.batch * args.seq_len
-    print(f"{device}, torch {torch.__version__}, recipe {args.recipe}: {config.num_hidden_layers} layers, {num_tokens} tokens")
+    recipe = "block against bf16" if args.per_layer else args.recipe
+    print(f"{device}, torch {torch.__version__}, {recipe}: {config.num_hidden_layers} layers, {num_tokens} tokens")
+    if args.per_layer:
+        layer = per_layer(config, args.batch, args.seq_len, device)
+        print_per_layer(layer)
+        if args.out:
+            args.out.write_text(json.dumps(layer), encoding="utf-8")
+        return
     rows = stage_table(config, args.recipe, args.batch, args.seq_len, device)
     print_stages(rows, num_tokens)
     table = cube(config, args.batch, args.seq_len, args.stage) if args.sequence_parallel else {}
