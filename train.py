@@ -80,6 +80,7 @@ class Run:
         self.mesh = build_mesh(
             parallel.tp, parallel.ep, self.device, parallel.sequence_parallel, train.timeout_s,
             tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], dispatch=parallel.dispatch,
+            peer_copies=parallel.peer_copies,
         )  # fmt: skip
         self.metrics = stack.enter_context(closing(Metrics(config, active=self.mesh.world.rank == 0)))
         self.metrics.prefix = admit(config, self.device)

@@ -67,9 +67,11 @@ def start_all_gather(x: Tensor, axis: Axis, kind: str, fmt: str | None = None) -
     """[m, ...] -> [n * m, ...], parts in rank order. `fmt` names what the bytes of a packed buffer are."""
     if axis.size == 1:
         return Pending(x, None, axis, kind)
+    axis.traffic.add(kind, fmt or FORMAT_NAMES[x.dtype], x.nbytes * (axis.size - 1))
+    if axis.peer is not None:
+        return Pending(*axis.peer.start(x, kind, gather=True), axis, kind)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    axis.traffic.add(kind, fmt or FORMAT_NAMES[x.dtype], x.nbytes * (axis.size - 1))
     return Pending(out, _gather(_wire(out), _wire(x), group=axis.group, async_op=True), axis, kind)
 
 
@@ -124,6 +126,15 @@ def start_all_to_all(x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv
 def all_to_all(x: Tensor, axis: Axis, kind: str, send: Sequence[int], recv: Sequence[int], fmt: str | None = None) -> Tensor:
     """`start_all_to_all`, waited for."""
     return start_all_to_all(x, axis, kind, send, recv, fmt).wait()
+
+
+def start_swap(x: Tensor, axis: Axis, kind: str) -> Pending:
+    """The other rank's x [m, ...], on an axis of two."""
+    if axis.peer is not None:
+        axis.traffic.add(kind, FORMAT_NAMES[x.dtype], x.nbytes)
+        return Pending(*axis.peer.start(x, kind, gather=False), axis, kind)
+    there = [x.shape[0] * (rank != axis.rank) for rank in range(2)]
+    return start_all_to_all(x, axis, kind, there, there)
 
 
 # ---------------------------------------------------------------- rows of a Quantized

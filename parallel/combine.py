@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8.permute import sum_rows, unpermute_slots, unpermute_sum
 from fp8.quantize import quantize
-from parallel.collectives import start_all_to_all
+from parallel.collectives import start_all_to_all, start_swap
 from parallel.dispatch import DispatchPlan
 from parallel.payload import RowFormat, pack, sum_packed
 from parallel.traffic import FORMAT_NAMES
@@ -48,8 +48,7 @@ def _start_swap(y_RD: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
     """Two ranks with each other's tokens: the other's sums first, so that they travel while this rank's are made. The same bits."""
     axis, tokens = plan.axis, plan.send[0]
     row_rTk = plan.perm.row_Tk.view(2, tokens, -1)
-    other, there = 1 - axis.rank, [tokens * (rank != axis.rank) for rank in range(2)]
-    flight = start_all_to_all(sum_rows(y_RD, row_rTk[other]), axis, KIND, there, there)
+    flight = start_swap(sum_rows(y_RD, row_rTk[1 - axis.rank]), axis, KIND)
     own_TD = sum_rows(y_RD, row_rTk[axis.rank])
     return lambda: own_TD.add_(flight.wait())
 

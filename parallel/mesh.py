@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fp8.recipe import BLOCK, Spec
+from parallel.peer import Peer
 from parallel.traffic import Traffic
 
 # How sums may travel, by the names a configuration uses; "bf16" is the tensors' own dtype (FP32 where the stream is FP32).
@@ -42,6 +43,7 @@ class Axis:
         bytes that are summed in FP32.
         sequence: tp only: the tokens between dense layers are split over the axis; off, every rank has them all.
         gathers: ep only: every rank gets every token of the axis, and nobody counts (parallel/dispatch.py).
+        peer: ep of two ranks only: how rows travel instead of through NCCL (parallel/peer.py).
     """
 
     group: Any
@@ -51,6 +53,7 @@ class Axis:
     wire: Spec | None = None
     sequence: bool = True
     gathers: bool = False
+    peer: Peer | None = None
 
     @staticmethod
     def solo(traffic: Traffic | None = None) -> Axis:
@@ -147,6 +150,7 @@ def build_mesh(
     combine_wire: Spec | None = None,
     timed: bool = False,
     dispatch: str = "auto",
+    peer_copies: bool = False,
 ) -> Mesh:
     """The mesh of this process, from torchrun's environment or an initialised torch.distributed.
 
@@ -157,6 +161,7 @@ def build_mesh(
         timed: measure time per kind of collective too.
         dispatch: "gathered": each ep rank gets all tokens; "counted": those of its experts; "auto": gathered at ep = 2, where
             nearly every token has an expert on either rank.
+        peer_copies: gathered tokens and their sums are copied by the GPUs' copy engines; ep = 2 on CUDA, both ranks on one host.
 
     Raises:
         ValueError: the layout is impossible; raised before any process group is made.
@@ -181,9 +186,12 @@ def build_mesh(
     gathers = dispatch == "gathered" or (dispatch == "auto" and ep == 2)
     consecutive = lambda n: [list(range(i, i + n)) for i in range(0, world, n)]  # noqa: E731
     strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
+    experts = _axis(rank, consecutive(ep), traffic, timeout_s, wire=combine_wire, gathers=gathers)
+    if peer_copies and gathers and ep == 2 and torch.device(device).type == "cuda":
+        experts = replace(experts, peer=Peer(experts.group, experts.rank, torch.device("cuda", torch.cuda.current_device())))
     return Mesh(
         tp=_axis(rank, consecutive(tp), traffic, timeout_s, wire=tp_wire, sequence=sequence_parallel),
-        ep=_axis(rank, consecutive(ep), traffic, timeout_s, wire=combine_wire, gathers=gathers),
+        ep=experts,
         dp=_axis(rank, strided(tp), traffic, timeout_s),
         edp=_axis(rank, strided(ep), traffic, timeout_s),
         world=_axis(rank, consecutive(world), traffic, timeout_s),

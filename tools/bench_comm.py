@@ -232,6 +232,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--topk-groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--peer-copies", action="store_true", help="under torchrun: parallel.peer_copies's way for gathered rows")
     parser.add_argument("--out", help="also write the rows to this JSON file")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
@@ -264,7 +265,7 @@ def on_all(args: argparse.Namespace) -> list[bench_wire.Measured]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    mesh = build_mesh(1, int(os.environ.get("WORLD_SIZE", "1")), device)
+    mesh = build_mesh(1, int(os.environ.get("WORLD_SIZE", "1")), device, peer_copies=args.peer_copies)
     legs = bench_wire.measure(args, mesh, device)
     if mesh.world.rank == 0:
         bench_wire.show(legs)

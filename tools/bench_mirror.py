@@ -91,5 +91,5 @@ def layout_named(text: str, device: torch.device, mirror: int = 0) -> tuple[Mesh
     p = ParallelConfig(**values)
     if mirror:
         return mirror_mesh(mirror, p.ep, p.dispatch == "gathered" or (p.dispatch == "auto" and p.ep == 2)), p
-    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch)
+    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch, peer_copies=p.peer_copies)
     return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p

@@ -68,6 +68,7 @@ class ParallelConfig:
     # Which tokens an ep rank gets: those of its experts, counted first, or all of them, without counts and without the host; auto:
     # gathered at ep = 2
     dispatch: Literal["auto", "counted", "gathered"] = "auto"
+    peer_copies: bool = False  # gathered at ep = 2 on one host: by the GPUs' copy engines instead of NCCL's kernels
     # Optimizer states split over the replicas of a weight (1), gradients too (2); 0: every replica has all of them
     zero: int = 1
     overlap_gather: bool = True  # sharded: new weights arrive under the next forward

@@ -57,6 +57,7 @@ class Layout:
     overlap: bool = False
     dispatch: str = "auto"
     graph: bool = False
+    peer: bool = False
     alone: bool = False  # every process for itself
     reverse: bool = False  # the rows of a batch, which changes nothing but the order of sums
 
@@ -70,10 +71,12 @@ LAYOUTS = {
     "tp=2, no sequence parallel": Layout(tp=2, sequence=False),
     "ep=2": Layout(ep=2),
     "ep=2, counted": Layout(ep=2, dispatch="counted"),
+    "ep=2, peer copies": Layout(ep=2, peer=True),
     "tp=2, ep=2": Layout(tp=2, ep=2),
     "tp=2, ep=2, FP8 sums": Layout(tp=2, ep=2, wires="fp8"),
     "dp=2, graph": Layout(zero=1, overlap=True, graph=True),
     "ep=2, graph": Layout(ep=2, zero=1, overlap=True, graph=True),
+    "ep=2, peer copies, graph": Layout(ep=2, zero=1, overlap=True, graph=True, peer=True),
 }
 # of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places
 BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "block": 2e-2}
@@ -182,7 +185,8 @@ def enter(rank: int, size: int, store: str, trip: Trip) -> torch.device:
 
 def mesh_of(layout: Layout, device: torch.device) -> Mesh:
     wire = WIRES[layout.wires]
-    return build_mesh(layout.tp, layout.ep, device, layout.sequence, tp_wire=wire, combine_wire=wire, dispatch=layout.dispatch)
+    wires = dict(tp_wire=wire, combine_wire=wire, dispatch=layout.dispatch, peer_copies=layout.peer)
+    return build_mesh(layout.tp, layout.ep, device, layout.sequence, **wires)
 
 
 def compare(rank: int, size: int, store: str, trip: Trip, names: list[str]) -> dict[str, Any]:
@@ -243,10 +247,10 @@ def test_layouts_on_two_gpus(tmp_path: Path, recipe: str) -> None:
 
 @pytest.mark.multi_gpu
 @TWO_GPUS
-@pytest.mark.parametrize("layout", ["dp", "ep"])
+@pytest.mark.parametrize("layout", ["dp=2, graph", "ep=2, graph", "ep=2, peer copies, graph"])
 def test_replayed_layouts(tmp_path: Path, layout: str) -> None:
-    """Forward and backward as a CUDA graph, in ep with its collectives."""
-    check(run_ranks(2, compare, str(tmp_path / "store"), ON_GPU, [f"{layout}=2, graph"], timeout=60.0), "block")
+    """Forward and backward as a CUDA graph, in ep with its collectives or copies."""
+    check(run_ranks(2, compare, str(tmp_path / "store"), ON_GPU, [layout], timeout=60.0), "block")
 
 
 @pytest.mark.multi_gpu
