@@ -169,7 +169,7 @@ def wait(device: torch.device) -> None:
 
 
 def measure(stepper: Stepper, steps: int) -> dict[str, object]:
-    """Median ms of each phase and of the step (the slowest rank's), the losses' ends, and what communication was exposed."""
+    """Median ms of each phase and of the step (the slowest rank's), and the losses' ends."""
     losses, rows, mesh = [], [], stepper.mesh
     for i in range(steps + 4):
         loss, times = stepper()
@@ -181,20 +181,23 @@ def measure(stepper: Stepper, steps: int) -> dict[str, object]:
     medians.append(statistics.median(sum(row) for row in rows))
     slowest = all_reduce(torch.tensor(medians), mesh.world, "bench", "max").tolist()
     result: dict[str, object] = dict(zip((*PHASES, "ms"), slowest, strict=True))
-    result |= {"first_loss": losses[0], "last_loss": losses[-1]}
-    if mesh.world.size > 1:
-        if stepper.graphed is not None:
-            stepper.capture_again()
-        mesh.traffic.reset()
-        mesh.traffic.timed = True
-        for _ in range(2):
-            stepper()
-        wait(stepper.device)
-        result["sent_mb"] = {kind: n / 2e6 for kind, n in sorted(mesh.traffic.by_kind().items())}
-        result["exposed_ms"] = {kind: s * 500 for kind, s in sorted(mesh.traffic.seconds().items())}
-        mesh.traffic.timed = False
-        result["busiest"] = busiest_rank(stepper)
-    return result
+    return result | {"first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def traffic_of(stepper: Stepper) -> dict[str, object]:
+    """What this rank sends in a step, what of its waiting is exposed, and how uneven the ranks' experts are, from two more steps."""
+    traffic = stepper.mesh.traffic
+    if stepper.graphed is not None:
+        stepper.capture_again()
+    traffic.reset()
+    traffic.timed = True
+    for _ in range(2):
+        stepper()
+    wait(stepper.device)
+    sent = {kind: n / 2e6 for kind, n in sorted(traffic.by_kind().items())}
+    exposed = {kind: s * 500 for kind, s in sorted(traffic.seconds().items())}
+    traffic.timed = False
+    return {"sent_mb": sent, "exposed_ms": exposed, "busiest": busiest_rank(stepper)}
 
 
 def busiest_rank(stepper: Stepper) -> float:
@@ -277,7 +280,9 @@ def run(
         print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
         print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['roofline']:10.0%}{row['peak_gib']:8.1f}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
-        if "exposed_ms" in row:
+    if mesh.world.size > 1:
+        row |= traffic_of(stepper)
+        if speaks:
             exposed = " ".join(f"{kind} {ms:.2f}" for kind, ms in row["exposed_ms"].items())
             sent = " ".join(f"{kind} {mb:.0f}" for kind, mb in row["sent_mb"].items())
             print(f"         waited for, ms a step: {exposed}; sent by a rank, MB a step: {sent}", end="")
