@@ -185,7 +185,7 @@ def measure(stepper: Stepper, steps: int) -> dict[str, object]:
 
 
 def traffic_of(stepper: Stepper) -> dict[str, object]:
-    """What this rank sends in a step, what of its waiting is exposed, and how uneven the ranks' experts are, from two more steps."""
+    """What this rank sends in a step, which of its waits are exposed, and how uneven the ranks' experts are: two more steps."""
     traffic = stepper.mesh.traffic
     if stepper.graphed is not None:
         stepper.capture_again()
