@@ -1,10 +1,11 @@
-"""The expert GEMMs and the quantise kernels under compute-sanitizer, on small shapes: `python -m tools.sanitize`.
+"""The expert GEMMs, SwiGLU and the quantise kernels under compute-sanitizer, on small shapes: `python -m tools.sanitize`.
 
-memcheck and racecheck run over each of three subjects, in a process of its own:
+memcheck and racecheck run over each subject, in a process of its own:
 
     control     a kernel that does nothing but hand work to three groups of warps, each of which writes its own numbers
     exchange    the same, but the warps of a group also exchange values, for which they wait for each other
     gemm        forward, dgrad and wgrad, all output formats, groups of 0, 1, 127, 128 and 129 rows, N not a multiple of 256
+    swiglu      forward and backward, with routing weights and without, a last block that is not whole, a dead one
     quantise    rows, transposed, both, re-tile, requantise, and the weights' kernels, odd sizes
 
 racecheck reports hazards in the code that Triton generates around `warp_specialize`: a byte of shared memory tells each group of
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from training.errors import exit_status
 
-TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "exchange", "gemm", "quantise")
+TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "exchange", "gemm", "swiglu", "quantise")
 RACE = re.compile(r"Race reported between (\w+) access at (.+)\n((?:=+ +and .+\n)+)")
 OTHER = re.compile(r"and (\w+) access at (.+?)(?: \[(\d+) hazards?\])?\n")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
@@ -64,6 +65,21 @@ def gemm() -> None:
             out = torch.zeros(len(counts), n, k, dtype=dtype, device="cuda")
             grouped_wgrad_sm90(dy_t, x_t, groups, out, False)
             grouped_wgrad_sm90(dy_t, x_t, groups, out, True)
+    torch.cuda.synchronize()
+
+
+def swiglu() -> None:
+    """SwiGLU's kernels: what backward puts into shared memory is read by other warps."""
+    import torch
+
+    from fp8 import swiglu_kernels
+
+    h = torch.randn(384, 512, device="cuda", dtype=torch.bfloat16)
+    da, w = torch.randn(384, 256, device="cuda", dtype=torch.bfloat16), torch.rand(384, device="cuda")
+    live = torch.tensor([0, 0, -1], dtype=torch.int32, device="cuda")
+    for rows, weights, blocks in ((384, w, live), (384, None, None), (300, w[:300], None)):
+        h_q, _ = swiglu_kernels.quantize_swiglu(h[:rows].contiguous(), weights, blocks)
+        swiglu_kernels.backward(h_q, weights, da[:rows].contiguous(), blocks)
     torch.cuda.synchronize()
 
 
@@ -116,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inside", choices=SUBJECTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
-        {"control": control, "exchange": partial(control, True), "gemm": gemm, "quantise": quantise}[args.inside]()
+        exchange = partial(control, True)
+        dict(zip(SUBJECTS, (control, exchange, gemm, swiglu, quantise), strict=True))[args.inside]()
         print(f"{args.inside} ran")
         return 0
     if shutil.which("compute-sanitizer") is None:
