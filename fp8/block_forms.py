@@ -92,8 +92,16 @@ def both_halves(x):
 
 
 @triton.jit
-def _encode_pairs(lo, hi, multiplier, HARDWARE: tl.constexpr):
-    """Four neighbours times `multiplier` -> a word of four codes."""
+def row_scales(lo, hi, HARDWARE: tl.constexpr):
+    """(multiplier as pairs of equal halves, inverse) of each row [.., words of four] of values held as two pairs."""
+    peak = peaks(larger(lo, hi, HARDWARE), len(lo.shape) - 1, HARDWARE)
+    multiplier, inverse = pow2_scale(tl.maximum(peak << 16, peak & UPPER))
+    return both_halves(multiplier), inverse
+
+
+@triton.jit
+def encode_pairs(lo, hi, multiplier, HARDWARE: tl.constexpr):
+    """Four neighbours times `multiplier`, a pair of equal halves -> a word of four codes."""
     lo, hi = times(lo, multiplier, HARDWARE), times(hi, multiplier, HARDWARE)
     return pack4(low_half(lo), high_half(lo), low_half(hi), high_half(hi), HARDWARE)
 
@@ -116,8 +124,8 @@ def store_row_form(
     row = rb * 128 + 4 * tl.arange(0, 32)
     every = rb * 128 + tl.arange(0, 128)
     q = q_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
-    q0, q1 = _encode_pairs(lo0, hi0, m0[:, None], HARDWARE), _encode_pairs(lo1, hi1, m1[:, None], HARDWARE)
-    q2, q3 = _encode_pairs(lo2, hi2, m2[:, None], HARDWARE), _encode_pairs(lo3, hi3, m3[:, None], HARDWARE)
+    q0, q1 = encode_pairs(lo0, hi0, m0[:, None], HARDWARE), encode_pairs(lo1, hi1, m1[:, None], HARDWARE)
+    q2, q3 = encode_pairs(lo2, hi2, m2[:, None], HARDWARE), encode_pairs(lo3, hi3, m3[:, None], HARDWARE)
     if FULL:
         tl.store(si_ptr + every, flatten4(inverse, 32))
         tl.store(q, q0)

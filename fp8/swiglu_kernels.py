@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.block_forms import high_half, low_half, pack_bf16, store_column_form, store_row_form
+from fp8.block_forms import encode_pairs, high_half, low_half, pack_bf16, row_scales, store_column_form, store_row_form
 from fp8.device_math import LOG2_E, decode_bytes, reciprocal_of_1_plus_exp2, round_bf16, sigmoid
 from fp8.launch import cdiv
-from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale, unpack4
+from fp8.quantize_device import unpack4
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
@@ -22,20 +22,19 @@ BACKWARD_REGISTERS = None  # or a cap
 
 
 @triton.jit
-def _pre_activation(
-    h_ptr, q_ptr, si_ptr, row, row_ok, offset, block, rows, STORED: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """[ROWS, 128] of h as backward will see it: read from the stored codes, or quantised, stored and read back."""
+def _pre_activation(h_ptr, q_ptr, si_ptr, row, row_ok, at, block, rows, STORED: tl.constexpr, HARDWARE: tl.constexpr):
+    """(codes [ROWS, 32 words of four], inverse scales [ROWS]) of h: the stored ones, or made from BF16 and stored."""
+    si = si_ptr + block.to(tl.int64) * rows + row
     if STORED:
-        code = tl.load(q_ptr + offset, mask=row_ok[:, None], other=0)
-        inverse = tl.load(si_ptr + block * rows + row, mask=row_ok, other=0.0)
+        return tl.load(q_ptr + at, mask=row_ok[:, None], other=0), tl.load(si, mask=row_ok, other=0.0)
     else:
-        x = tl.load(h_ptr + offset, mask=row_ok[:, None], other=0.0).to(tl.float32)
-        multiplier, inverse = pow2_scale(tl.max(abs_bits(x), 1))
-        code = encode_bytes(x * multiplier[:, None], HARDWARE)
-        tl.store(q_ptr + offset, code, mask=row_ok[:, None])
-        tl.store(si_ptr + block * rows + row, inverse, mask=row_ok)
-    return decode_bytes(code, HARDWARE) * inverse[:, None]
+        x = tl.load(h_ptr + at, mask=row_ok[:, None], other=0)
+        lo, hi = x.to(tl.int32), (x >> 32).to(tl.int32)
+        multiplier, inverse = row_scales(lo, hi, HARDWARE)
+        code = encode_pairs(lo, hi, multiplier[:, None], HARDWARE)
+        tl.store(q_ptr + at, code, mask=row_ok[:, None])
+        tl.store(si, inverse, mask=row_ok)
+        return code, inverse
 
 
 @triton.jit
@@ -43,26 +42,34 @@ def _swiglu_quantize(
     h_ptr, hq_ptr, hsi_ptr, w_ptr, aq_ptr, asi_ptr, live_ptr, rows, width,
     ROWS: tl.constexpr, STORED: tl.constexpr, WEIGHTED: tl.constexpr, LIVE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x 128 columns of a = silu(gate) * up * w, in codes; with STORED = False it also writes the codes of h."""
-    cb, rb = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """ROWS x 128 columns of a = silu(gate) * up * w, in codes; with STORED = False it also writes the codes of h.
+
+    hq and aq as int32 words of four codes, h as int64 words of four BF16. What is constant along a row is multiplied once.
+    """
+    cb, rb = tl.program_id(0), tl.program_id(1)
     if LIVE:
         if tl.load(live_ptr + rb * ROWS // 128) < 0:
             return
-    row = rb * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    row_ok = row < rows
-    col = cb * 128 + tl.arange(0, 128)
-    offset = row[:, None] * (2 * width) + col[None, :]
-    g = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset, cb, rows, STORED, HARDWARE)
+    words, row, word = width // 4, rb * ROWS + tl.arange(0, ROWS), cb * 32 + tl.arange(0, 32)
+    row_ok, at = row < rows, row.to(tl.int64)[:, None] * (2 * words) + word[None, :]
     up_block = cb + width // 128
-    u = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, offset + width, up_block, rows, STORED, HARDWARE)
-    a = g * sigmoid(g, HARDWARE) * u
+    g, gate = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, at, cb, rows, STORED, HARDWARE)
+    u, up = _pre_activation(h_ptr, hq_ptr, hsi_ptr, row, row_ok, at + words, up_block, rows, STORED, HARDWARE)
+    slope, scale = (gate * -LOG2_E)[:, None], gate * up
     if WEIGHTED:
-        a *= tl.load(w_ptr + row, mask=row_ok, other=0.0)[:, None]
-    a = round_bf16(a, HARDWARE)
-    multiplier, inverse = pow2_scale(tl.max(abs_bits(a), 1))
-    code = encode_bytes(a * multiplier[:, None], HARDWARE)
-    tl.store(aq_ptr + row[:, None] * width + col[None, :], code, mask=row_ok[:, None])
-    tl.store(asi_ptr + cb * rows + row, inverse, mask=row_ok)
+        scale *= tl.load(w_ptr + row, mask=row_ok, other=0.0)
+    scale = scale[:, None]
+    g0, g1, g2, g3 = unpack4(g, HARDWARE)
+    u0, u1, u2, u3 = unpack4(u, HARDWARE)
+    a0 = reciprocal_of_1_plus_exp2(g0 * slope, HARDWARE) * (g0 * u0) * scale
+    a1 = reciprocal_of_1_plus_exp2(g1 * slope, HARDWARE) * (g1 * u1) * scale
+    a2 = reciprocal_of_1_plus_exp2(g2 * slope, HARDWARE) * (g2 * u2) * scale
+    a3 = reciprocal_of_1_plus_exp2(g3 * slope, HARDWARE) * (g3 * u3) * scale
+    lo, hi = pack_bf16(a0, a1, HARDWARE), pack_bf16(a2, a3, HARDWARE)
+    multiplier, inverse = row_scales(lo, hi, HARDWARE)
+    at = row.to(tl.int64)[:, None] * words + word[None, :]
+    tl.store(aq_ptr + at, encode_pairs(lo, hi, multiplier[:, None], HARDWARE), mask=row_ok[:, None])
+    tl.store(asi_ptr + cb.to(tl.int64) * rows + row, inverse, mask=row_ok)
 
 
 @triton.jit
@@ -231,8 +238,8 @@ def quantize_swiglu(
     a_q = Quantized(_empty_fp8(rows, width, like=data), _row_scales(rows, width, data), (1, BLOCK))
     grid = (width // BLOCK, cdiv(rows, FORWARD_ROWS))
     _swiglu_quantize[grid](
-        data.view(torch.uint8) if stored else data, h_q.data.view(torch.uint8), h_q.scale_inv,
-        a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.uint8), a_q.scale_inv,
+        data.view(torch.int32) if stored else data.contiguous().view(torch.int64), h_q.data.view(torch.int32), h_q.scale_inv,
+        a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.int32), a_q.scale_inv,
         a_q.scale_inv if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, STORED=stored,
         WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=FORWARD_WARPS,
     )  # fmt: skip

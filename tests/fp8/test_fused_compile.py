@@ -34,7 +34,7 @@ MANY = dict.fromkeys(BF16, "*bf16")
 CODES = dict.fromkeys(("q_ptr", "hq_ptr", "aq_ptr"), "*u8")
 LIVE = {"live_ptr": "*i32", "sorted_ptr": "*i32"}
 IDS = dict.fromkeys(("ids_ptr", "label_ptr", "row_ptr", "index_ptr", "order_ptr", "counts_ptr"), "*i64")
-BLOCKS = {"hq_ptr": "*i32", "da_ptr": "*i64", "q_ptr": "*i32", "qt_ptr": "*i32"}
+BLOCKS = {"h_ptr": "*i64", "aq_ptr": "*i32", "hq_ptr": "*i32", "da_ptr": "*i64", "q_ptr": "*i32", "qt_ptr": "*i32"}
 ON = dict(HARDWARE=True)
 # module, kernel, types that differ from the ones above, compile-time arguments, warps
 CASES = [
@@ -42,7 +42,7 @@ CASES = [
     (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, GRADS=3, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, ROWS=32, ROUND=True, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope_backward", {}, dict(H=16, K=4, D=128, ROWS=16, STAGES=1, ROUND=True, **ON), 2),
-    (swiglu_kernels, "_swiglu_quantize", {}, dict(ROWS=32, STORED=False, WEIGHTED=True, LIVE=True, **ON), 4),
+    (swiglu_kernels, "_swiglu_quantize", BLOCKS, dict(ROWS=32, STORED=False, WEIGHTED=True, LIVE=True, **ON), 4),
     (swiglu_kernels, "_swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, FULL=True, STAGES=2, **ON), 16),
     (permute_kernels, "_gather_rows", {"x_ptr": "*i32", "y_ptr": "*i32"}, dict(K=8, ROWS=16, WORDS=512, SCALES=16, LIVE=True), 4),
     (permute_kernels, "_sum_rows", {"out_ptr": "*bf16"}, dict(K=8, COLS=2048, PLUS=False, ROUND=True, **ON), 4),
