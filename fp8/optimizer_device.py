@@ -28,7 +28,7 @@ def exp2(biased):
 
 
 @triton.jit
-def _max_or_nan(a, b):
+def max_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -36,7 +36,7 @@ def _max_or_nan(a, b):
 def row_amax(x, HARDWARE: tl.constexpr):
     """Bits of each row's largest magnitude, at least those of infinity where there is a NaN."""
     if HARDWARE:  # magnitudes cost nothing in a floating-point maximum
-        return abs_bits(tl.reduce(tl.abs(x), 1, _max_or_nan))
+        return abs_bits(tl.reduce(tl.abs(x), 1, max_or_nan))
     else:
         return tl.max(abs_bits(x), 1)
 
@@ -46,19 +46,9 @@ def run_amax(x, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
     """[ROWS, 128] -> [ROWS, 8]: the same of each run of 16 neighbours, which one thread holds."""
     x = tl.reshape(x, (ROWS, 8, 16))
     if HARDWARE:
-        return abs_bits(tl.reduce(tl.abs(x), 2, _max_or_nan))
+        return abs_bits(tl.reduce(tl.abs(x), 2, max_or_nan))
     else:
         return tl.max(abs_bits(x), 2)
-
-
-@triton.jit
-def prefetch_block(ptr, offset, col_blocks, LINE: tl.constexpr, HARDWARE: tl.constexpr):
-    """Asks L2 for a block of 128 rows, once for LINE bytes. Nothing happens where there is no L2 to ask."""
-    if HARDWARE:
-        parts: tl.constexpr = 128 * (ptr.dtype.element_ty.primitive_bitwidth // 8) // LINE
-        i = tl.arange(0, 128 * parts)
-        at = (ptr + offset + (i // parts) * (col_blocks * 128) + (i % parts) * (128 // parts)).to(tl.int64)
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -142,15 +132,20 @@ def codes_of_halves(half, multiplier, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def decode_m(code, scale, factor, HARDWARE: tl.constexpr):
+    """exp_avg * factor of E4M3 codes [R, C]. A power-of-two scale may go into the factor: the product rounds as before."""
+    if HARDWARE:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        value = decode(code.to(tl.int32))
+    return value * (exp2(scale) * factor)[:, None]
+
+
+@triton.jit
 def load_m(ptr, scale_ptr, offset, row_offset, factor, M: tl.constexpr, HARDWARE: tl.constexpr):
-    """exp_avg * factor; a power-of-two scale may go into the factor without changing the product's rounding."""
+    """exp_avg * factor."""
     if M == "fp8":
-        code = tl.load(ptr + offset)
-        scale = exp2(tl.load(scale_ptr + row_offset)) * factor
-        if HARDWARE:
-            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-        else:
-            return decode(code.to(tl.int32)) * scale[:, None]
+        return decode_m(tl.load(ptr + offset), tl.load(scale_ptr + row_offset), factor, HARDWARE)
     else:
         return tl.load(ptr + offset).to(tl.float32) * factor
 
@@ -215,14 +210,22 @@ def store_m(ptr, scale_ptr, offset, row_offset, m, word, M: tl.constexpr, HARDWA
 
 
 @triton.jit
+def decode_v(code, scale, V: tl.constexpr):
+    """exp_avg_sq as fp32 from FP8 or FP16 codes [R, C]."""
+    if V == "fp8":
+        scale = scale.to(tl.int32)
+        step = 0x100000 - ((scale >> 7) << 19)  # 2^20 or 2^19, but a factor to the compiler: one multiply-add, no shift
+        low = (scale & 127) << 23
+        return float_of(code.to(tl.int32) * step[:, None] + low[:, None])
+    else:
+        return code.to(tl.float32) * exp2(scale)[:, None]
+
+
+@triton.jit
 def load_v(ptr, scale_ptr, offset, row_offset, V: tl.constexpr):
     """exp_avg_sq as fp32."""
-    if V == "fp8":
-        scale = tl.load(scale_ptr + row_offset).to(tl.int32)
-        step, low = 1 << (20 - (scale >> 7)), (scale & 127) << 23
-        return float_of(tl.load(ptr + offset).to(tl.int32) * step[:, None] + low[:, None])
-    elif V == "fp16":
-        return tl.load(ptr + offset).to(tl.float32) * exp2(tl.load(scale_ptr + row_offset))[:, None]
+    if (V == "fp8") | (V == "fp16"):
+        return decode_v(tl.load(ptr + offset), tl.load(scale_ptr + row_offset), V)
     else:
         return tl.load(ptr + offset).to(tl.float32)
 

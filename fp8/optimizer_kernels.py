@@ -23,7 +23,6 @@ from fp8.optimizer_device import (
     fp16_scale,
     load_m,
     load_v,
-    prefetch_block,
     quotient,
     round_bf16,
     run_amax,
@@ -68,24 +67,15 @@ def _update_rows(
     return x
 
 
-@triton.jit
-def _place(i, piece_rows, piece_cols):
-    """Column, row (in blocks) and matrix of block `i` of the piece."""
-    return i % piece_cols, i // piece_cols % piece_rows, (i // piece_cols // piece_rows).to(tl.int64)
-
-
 @triton.jit(do_not_specialize=_SCALARS)
 def update_blocks(
     grad_ptr, grad_scale_ptr, weight_ptr, weight_scale_ptr, x_ptr, x_scale_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr,
     piece_rows, piece_cols, row_blocks, col_blocks, rb0, cb0, matrix0, quad0, quads_per_row, quads_per_matrix,
     c1, c2, c3, k0, k1, beta1, rest1, beta2, rest2, eps, decay, step_size, rsqrt_correction2,
     MASTER: tl.constexpr, M: tl.constexpr, V: tl.constexpr, WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, LINE: tl.constexpr, AHEAD: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A block of the piece a program. Sizes and starts of the local matrix and of the piece within it are in blocks.
-
-    LINE > 0: L2 is asked for the block AHEAD programs later.
-    """
+    """A block of the piece a program. Sizes and starts of the local matrix and of the piece within it are in blocks."""
     grad_scale = tl.load(grad_scale_ptr)
     if abs_bits(grad_scale) >= 0x7F800000:
         return
@@ -96,13 +86,6 @@ def update_blocks(
     offset = row_block * col_blocks * 16384 + (cb0 + cb) * 128
     group = row_block * 128 * col_blocks + cb0 + cb
     quad = quad0 + e * quads_per_matrix + (rb * 128).to(tl.int64) * quads_per_row + cb * 32
-    if LINE > 0:
-        next_cb, next_rb, next_e = _place(tl.minimum(i + AHEAD, tl.num_programs(0) - 1), piece_rows, piece_cols)
-        later = ((matrix0 + next_e) * row_blocks + rb0 + next_rb) * col_blocks * 16384 + (cb0 + next_cb) * 128
-        prefetch_block(grad_ptr, later, col_blocks, LINE, HARDWARE)
-        prefetch_block(x_ptr, later, col_blocks, LINE, HARDWARE)
-        prefetch_block(m_ptr, later, col_blocks, LINE, HARDWARE)
-        prefetch_block(v_ptr, later, col_blocks, LINE, HARDWARE)
     x_scale = 1.0
     if MASTER == "fp16":
         x_scale = exp2(tl.load(x_scale_ptr + block))

@@ -23,20 +23,25 @@ from fp8.states import ROLES, Hyper
 from fp8.weight import Weight
 
 FORMATS = {Fp32: "fp32", Bf16: "bf16", Fp16: "fp16", E4M3Groups: "fp8", UnsignedGroups: "fp8"}
-# ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.row_words).
+# ROWS x NEIGHBOURS: a thread's neighbours must be the ones that its Philox words are for (philox_kernels.words_from).
 # By format of v. With FP8 and FP16 two programs fit on a multiprocessor with few spills: one loads while the other works.
-# LINE > 0: each program has L2 load the block that the program after the resident ones will take, a request for so many bytes.
-WIDE = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16, "LINE": 0}
-NARROW = {"num_warps": 8, "ROWS": 32, "NEIGHBOURS": 16, "LINE": 0, "maxnreg": 128}
+WIDE = {"num_warps": 16, "ROWS": 64, "NEIGHBOURS": 16}
+NARROW = {"num_warps": 8, "ROWS": 32, "NEIGHBOURS": 16, "maxnreg": 128}
 LAUNCH = {"fp32": WIDE, "bf16": WIDE, "fp16": NARROW, "fp8": NARROW}
-RESIDENT_WARPS = 16  # on a multiprocessor, at 128 registers a thread
+# On Hopper, for `lean` and `fp8_lm`. NEIGHBOURS 8: a thread stores 16 bytes of FP16 at once, two threads a sector of L2; with 16
+# each store would write half sectors. SLOTS: strips on their way to shared memory, as many as two programs leave room for.
+PIPELINED = {"fp16": NARROW | {"NEIGHBOURS": 8, "SLOTS": 1}, "fp8": NARROW | {"NEIGHBOURS": 8, "SLOTS": 2}}
+PROGRAMS = 2  # of the pipelined kernel, on a multiprocessor
 SIZE = 1024  # elements of a program that knows no blocks
 OPTIONS = dict(HARDWARE=not INTERPRETED, enable_fp_fusion=False)
 
 
 @functools.cache
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def hopper_sms(device: torch.device) -> int:
+    """Multiprocessors of a Hopper GPU; 0 of anything else."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
@@ -75,16 +80,25 @@ class Plan:
         formats = {name: FORMATS[type(codecs[role])] for name, role in zip(("MASTER", "M", "V"), ROLES, strict=True)}
         self.constants = {"WEIGHT": self.stored, **formats, **LAUNCH[formats["V"]]}
         self.places = list(_places(weight))
-        self.constants["AHEAD"] = num_sms(data.device) * RESIDENT_WARPS // self.constants["num_warps"]
+        self.programs = PROGRAMS * hopper_sms(data.device)  # of the pipelined kernel
+        low = (self.stored, formats["MASTER"], formats["M"]) == ("fp8", "fp16", "fp8") and formats["V"] in PIPELINED
+        aligned = all(t.data_ptr() % 16 == 0 for t in (weight.main_grad, *self.tensors[2::2]))
+        if self.programs and low and aligned and weight.main_grad.dtype == torch.bfloat16:
+            from fp8.optimizer_pipelined import update_pipelined  # nothing else here needs Gluon
+
+            self.kernel, self.options = update_pipelined, {"V": formats["V"], **PIPELINED[formats["V"]], "enable_fp_fusion": False}
+        else:
+            self.programs, self.kernel, self.options = 0, kernels.update_blocks, {**self.constants, **OPTIONS}
 
     def __call__(self, h: Hyper, draw: Draw, grad_scale: Tensor) -> None:
         grad = self.weight.main_grad
         if self.blocks:
-            bits = draw_arguments(draw)
+            numbers = *draw_arguments(draw), *_scalars(h)
             for (cols, rows, matrices), place in self.places:
-                kernels.update_blocks[(cols * rows * matrices,)](
-                    grad, grad_scale, *self.tensors, rows, cols, *place, *bits, *_scalars(h), **self.constants, **OPTIONS
-                )
+                num_blocks = cols * rows * matrices
+                sizes = (num_blocks, rows, cols, *place) if self.programs else (rows, cols, *place)
+                grid = (min(num_blocks, self.programs or num_blocks),)
+                self.kernel[grid](grad, grad_scale, *self.tensors, *sizes, *numbers, **self.options)
         else:
             grid = (cdiv(self.tensors[-1], SIZE),)
             kernels.update_elements[grid](grad, grad_scale, *self.tensors, *_scalars(h), **self.constants, **OPTIONS)

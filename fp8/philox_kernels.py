@@ -37,21 +37,19 @@ def quad_words(quad, c1, c2, c3, k0, k1):
     c1..c3 and the key: `Draw.counter` and `Draw.key`, as int32 scalars that hold the bits.
     """
     high = (quad >> 32).to(tl.uint32) + c1.to(tl.uint32, bitcast=True)
-    zero = tl.zeros_like(high)
     return philox(
-        quad.to(tl.uint32), high, zero + c2.to(tl.uint32, bitcast=True), zero + c3.to(tl.uint32, bitcast=True),
+        quad.to(tl.uint32), high, c2.to(tl.uint32, bitcast=True), c3.to(tl.uint32, bitcast=True),
         k0.to(tl.uint32, bitcast=True), k1.to(tl.uint32, bitcast=True),
     )  # fmt: skip
 
 
 @triton.jit
-def row_words(quad, c1, c2, c3, k0, k1, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Words of `ROWS` x 128 elements as int32; quad: int64 [ROWS, 1], the first quad of each row.
+def words_from(first, c1, c2, c3, k0, k1, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """Words of `ROWS` x 128 elements as int32; first: int64 [ROWS, 128 // NEIGHBOURS], the first quad of each run of neighbours.
 
     A thread works out 16 or 8 neighbours: the layout in which wide accesses load a row, so nothing has to move.
     """
     if NEIGHBOURS == 16:
-        first = quad + 4 * tl.arange(0, 8)[None, :]
         a0, a1, a2, a3 = quad_words(first, c1, c2, c3, k0, k1)
         b0, b1, b2, b3 = quad_words(first + 1, c1, c2, c3, k0, k1)
         d0, d1, d2, d3 = quad_words(first + 2, c1, c2, c3, k0, k1)
@@ -61,12 +59,19 @@ def row_words(quad, c1, c2, c3, k0, k1, ROWS: tl.constexpr, NEIGHBOURS: tl.const
         w2 = tl.join(tl.join(a2, d2), tl.join(b2, e2))
         w3 = tl.join(tl.join(a3, d3), tl.join(b3, e3))
     else:
-        first = quad + 2 * tl.arange(0, 16)[None, :]
         a0, a1, a2, a3 = quad_words(first, c1, c2, c3, k0, k1)
         b0, b1, b2, b3 = quad_words(first + 1, c1, c2, c3, k0, k1)
         w0, w1, w2, w3 = tl.join(a0, b0), tl.join(a1, b1), tl.join(a2, b2), tl.join(a3, b3)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(words, [ROWS, 128]).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def row_words(quad, c1, c2, c3, k0, k1, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """The same from the first quad of each row, int64 [ROWS, 1]."""
+    quads: tl.constexpr = NEIGHBOURS // 4
+    first = quad + quads * tl.arange(0, 128 // NEIGHBOURS)[None, :]
+    return words_from(first, c1, c2, c3, k0, k1, ROWS, NEIGHBOURS)
 
 
 @triton.jit(do_not_specialize=["start", "c1", "c2", "c3", "k0", "k1"])

@@ -1,7 +1,8 @@
 """Time of an optimizer step beside the time that a copy of the same bytes takes: `python -m tools.bench optimizer`.
 
     python -m tools.bench optimizer --params 2e9 --states lean fp8_lm fp32
-    python -m tools.bench optimizer --launch num_warps=16,ROWS=64 num_warps=8,ROWS=32,maxnreg=128    other launches
+    python -m tools.bench optimizer --launch num_warps=16,ROWS=64 num_warps=8,ROWS=32,maxnreg=128    the plain kernel, launched so
+    python -m tools.bench optimizer --launch num_warps=8,ROWS=32,SLOTS=1,maxnreg=128    the pipelined one
     python -m tools.bench optimizer --states lean --offload    states in host memory, beside the link's own rates
 
 The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 512), as many as fit the size asked for.
@@ -153,9 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.bench optimizer", description=__doc__)
     parser.add_argument("--params", type=float, default=2e9)
     parser.add_argument("--states", nargs="+", choices=list(PRESETS), default=["lean", "fp8_lm", "fp32"])
-    parser.add_argument(
-        "--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_launch.LAUNCH; may be several"
-    )
+    parser.add_argument("--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_launch's; may be several")
     parser.add_argument("--offload", action="store_true", help="states on the GPU against states in host memory, nothing else")
     parser.add_argument("--json", help="also write the rows to this file")
     args = parser.parse_args(argv)
@@ -172,11 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
 
-    built_in = dict(optimizer_launch.LAUNCH)
+    built_in = optimizer_launch.LAUNCH, optimizer_launch.PIPELINED
     for preset, launch in itertools.product(args.states, args.launch):
-        own = {key: int(value) for key, _, value in (item.partition("=") for item in launch.split(",") if item)}
-        for fmt, options in built_in.items():
-            optimizer_launch.LAUNCH[fmt] = {"NEIGHBOURS": 16, "LINE": 0} | own if own else options
+        use_launch(launch, *built_in)
         row = {"launch": launch} | measure(args.params, preset, torch.float32 if preset == "fp32" else torch.bfloat16, rate)
         rows.append(row)
         left = f"{row['states']:8} {row['grad']:9} {row['bytes_per_param']:8.3f} {row['moved_per_param']:6.2f}"
@@ -184,6 +181,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{left} {row['ms']:7.2f} {row['over_copy']:7.2f} {right}  {launch}")
         torch.cuda.empty_cache()
     return save_rows(args.json, rows)
+
+
+def use_launch(launch: str, plain: dict[str, dict[str, int]], pipelined: dict[str, dict[str, int]]) -> None:
+    """`key=value,...` for all formats: of the pipelined kernel if SLOTS is among them, else of the plain one; "" as built in."""
+    from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
+
+    own = {key: int(value) for key, _, value in (item.partition("=") for item in launch.split(",") if item)}
+    if own:
+        options = {"NEIGHBOURS": 16} | own
+        plain, pipelined = dict.fromkeys(plain, options), dict.fromkeys(pipelined, options) if "SLOTS" in own else {}
+    optimizer_launch.LAUNCH, optimizer_launch.PIPELINED = plain, pipelined
 
 
 def save_rows(path: str | None, rows: list[dict]) -> int:

@@ -84,19 +84,35 @@ def test_kernel_equals_reference(states: States, recipe: Recipe, grad_dtype: tor
     assert scales is None or torch.equal(scales, weight.scale_inv)
 
 
-@pytest.mark.parametrize("line", [32, 128])
-def test_asking_l2_for_later_blocks_changes_no_bit(line: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("neighbours", [8, 16])
+@pytest.mark.parametrize("preset", ["lean", "fp8_lm"])
+def test_pipelined_kernel_gives_the_bits_of_the_plain_one(preset: str, neighbours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than programs; scales that stay, that change, that are garbage; blocks that are zero."""
     from fp8 import optimizer_launch
 
-    weight, optimizer = make(Recipe.block(), PRESETS["lean"], (60, 256, 384), torch.bfloat16)  # more blocks than programs at once
-    other, state = twin(weight, optimizer)
-    arguments = HYPER, Draw(7, 3, 0), one()
-    for value, w, s in ((0, weight, optimizer._state["w"]), (line, other, state)):
-        monkeypatch.setitem(optimizer_launch.LAUNCH, "fp8", optimizer_launch.NARROW | {"LINE": value})
-        optimizer_launch.Plan(w, s, optimizer._codecs["w"])(*arguments)
-    assert torch.equal(as_bytes(weight.data), as_bytes(other.data)) and torch.equal(weight.scale_inv, other.scale_inv)
-    for role, parts in state.items():
-        assert all(torch.equal(as_bytes(t), as_bytes(optimizer._state["w"][role][part])) for part, t in parts.items())
+    if not optimizer_launch.hopper_sms(torch.device("cuda", 0)):
+        pytest.skip("for Hopper")
+    results = []
+    for pipelined in (False, True):
+        torch.manual_seed(0)
+        weight, optimizer = make(Recipe.block(), PRESETS[preset], (60, 256, 384), torch.bfloat16)
+        state, taken = optimizer._state["w"], []
+        launches = {fmt: launch | {"NEIGHBOURS": neighbours} for fmt, launch in optimizer_launch.PIPELINED.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer_launch, "PIPELINED", launches if pipelined else {})
+            plan = optimizer_launch.Plan(weight, state, optimizer._codecs["w"])
+        assert bool(plan.programs) == pipelined
+        for step in range(4):
+            if step == 1:
+                state["master"]["scale"][:20] += 3
+                weight.scale_inv.view(-1)[1::2] = float("nan")
+                state["master"]["data"][-1, :128], state["exp_avg"]["data"].view(torch.uint8)[-1, :128] = 0, 0
+            hyper = Hyper(0.9, 0.95, 1e-8, 0.2, 1e-3, 2.0) if step == 1 else HYPER
+            plan(hyper, Draw(7, 3 + step, 0), one() * (0 if step == 1 else 0.7))
+            parts = [t for role in state.values() for t in role.values()]
+            taken += [as_bytes(t).clone() for t in (weight.data, weight.scale_inv, *parts)]
+        results.append(taken)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(128,), (2048,), (5, 7), (256, 2048)])
