@@ -6,6 +6,7 @@ way, about 1.3 s at 50 GB/s). Off by default.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -23,13 +24,19 @@ def on_device(parts: State, device: torch.device) -> State:
     return {part: t.to(device, non_blocking=True) for part, t in parts.items()}
 
 
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Two streams for good: the allocator keeps each stream's memory apart, so new ones every step would each hoard their own."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
 def visiting(states: Sequence[dict[str, State]], device: torch.device) -> Iterator[dict[str, State]]:
     """Device copies of host states, one after the other; what the caller writes into one goes back when it asks for the next.
 
     The next one travels while the caller works, and the host waits until the one before the last is back: at most three are on
     the device, however far ahead of it the host could run. All are back when the iterator ends.
     """
-    coming, going, main = torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    (coming, going), main = _streams(device), torch.cuda.current_stream(device)
     coming.wait_stream(main)
 
     def fetch(state: dict[str, State]) -> tuple[dict[str, State], torch.cuda.Event]:

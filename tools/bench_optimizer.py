@@ -56,11 +56,13 @@ def link_times(num_bytes: int) -> dict[str, float]:
     main = torch.cuda.current_stream()
 
     def copies(up: bool, down: bool) -> None:
-        for stream, wanted, (to, what) in zip(streams, (up, down), ((here[0], source), (target, here[1])), strict=True):
+        for stream in streams:
             stream.wait_stream(main)
+        for stream, wanted, (to, what) in zip(streams, (up, down), ((here[0], source), (target, here[1])), strict=True):
             with torch.cuda.stream(stream):
                 if wanted:
                     to.copy_(what, non_blocking=True)
+        for stream in streams:
             main.wait_stream(stream)
 
     ways = {"up": (True, False), "down": (False, True), "both": (True, True)}
@@ -127,10 +129,10 @@ def measure_offload(params: float, preset: str) -> dict[str, float | str]:
 
         row[f"{where}_ms"] = milliseconds(step, 3)
         torch.cuda.synchronize()
+        torch.empty(1 << 21, device="cuda")  # the allocator looks which memory has come free when it is asked for some
         row[f"{where}_gib"] = torch.cuda.memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
         step()
-        torch.cuda.synchronize()
         row[f"{where}_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         tensors = [t for state in optimizer.state().values() for t in state.values()]
         row["states_gib"] = sum(t.nbytes for t in tensors) / 2**30

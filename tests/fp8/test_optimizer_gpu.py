@@ -262,38 +262,3 @@ def test_bytes_agree_with_the_allocator() -> None:
     counted = sum(size for name, size in report.items() if name != "parameters")
     assert abs(held - counted) < 4096 * 16
     assert counted / report["parameters"] < 7.02
-
-
-@pytest.mark.parametrize("states", PRESETS.values(), ids=str)
-def test_offloaded_states_give_the_same_bits(states: States) -> None:
-    values = [torch.randn(256, 128 * (i + 1), device="cuda") for i in range(5)]
-    results = []
-    for offload in (False, True):
-        with torch.device("cuda"):
-            named = {f"w{i}": Weight(*v.shape, recipe=Recipe.block()) for i, v in enumerate(values)}
-        optimizer = AdamW(named.items(), states=states, offload=offload)
-        for name, value in zip(named, values, strict=True):
-            optimizer.set_master(name, value)
-        for step in range(3):
-            for weight, value in zip(named.values(), values, strict=True):
-                weight.add_grad(value * 1e-3 * (step + 1))
-            optimizer.step(1e-3)
-        tensors = [t for state in optimizer.state().values() for t in state.values()]
-        assert all(t.is_pinned() for t in tensors) == offload
-        results.append([as_bytes(t.cpu()) for t in (*tensors, *(w.data for w in named.values()))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_no_more_than_three_offloaded_states_visit_at_once() -> None:
-    """The host queues copies much faster than they travel: without a wait, memory for all states would be taken at once."""
-    with torch.device("cuda"):
-        named = {f"w{i}": Weight(2048, 4096, recipe=Recipe.block()) for i in range(10)}
-    optimizer = AdamW(named.items(), states=PRESETS["fp32"], offload=True)
-    for name, weight in named.items():
-        optimizer.set_master(name, torch.randn(2048, 4096, device="cuda"))
-        weight.add_grad(torch.ones(1, device="cuda").expand(2048, 4096))
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    optimizer.step(1e-3)
-    assert (torch.cuda.max_memory_allocated() - before) / (12 * 2048 * 4096) < 3.1
