@@ -7,27 +7,26 @@ from torch import Tensor
 
 from fp8.launch import cdiv
 
-ROWS, COLS = 128, 32
+ROWS, COLS, WARPS = 1024, 8, 8  # few columns, 32 bytes of a row: programs enough that their loads take one latency, not ten
 
 
 @triton.jit
-def _sum_columns(x_ptr, out_ptr, rows, cols, group, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out[c] = sum over r < rows of x[r // group * stride + r % group, c]."""
+def _sum_columns(x_ptr, out_ptr, split, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out[0] = the sum of the rows before `split`; out[1], a second row of programs, of the others."""
+    part = tl.program_id(1)
+    first, end = tl.where(part == 0, 0, split), tl.where(part == 0, split, rows)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, rows, ROWS):
+    for start in range(first, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        at = (row // group * stride + row % group)[:, None] * cols + col[None, :]
-        total += tl.load(x_ptr + at, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
-    tl.store(out_ptr + col, tl.sum(total, 0), mask=col < cols)
+        total += tl.load(x_ptr + row[:, None] * cols + col[None, :], mask=(row < end)[:, None] & (col < cols)[None, :], other=0.0)
+    tl.store(out_ptr + part * cols + col, tl.sum(total, 0), mask=col < cols)
 
 
-def sum_columns(x: Tensor) -> Tensor:
-    """[P, D] or [P, H, D] fp32 -> [D]; the last two dimensions may be a slice of rows of a contiguous tensor."""
-    parts, heads = x.shape[0], 1 if x.dim() == 2 else x.shape[1]
-    cols = x.shape[-1]
-    assert x.stride(-1) == 1 and (heads == 1 or x.stride(-2) == cols), f"strides {x.stride()}"
-    out = torch.empty(cols, dtype=torch.float32, device=x.device)
-    grid = (cdiv(cols, COLS),)
-    _sum_columns[grid](x, out, parts * heads, cols, heads, x.stride(0) // cols, ROWS=ROWS, COLS=COLS, num_warps=4)
+def sum_columns(x_PD: Tensor, split: int | None = None) -> Tensor:
+    """[P, D] fp32, contiguous -> [1, D]; with `split` [2, D]: the sums of the rows before it and of the others."""
+    rows, cols = x_PD.shape
+    out = torch.empty((1 if split is None else 2, cols), dtype=torch.float32, device=x_PD.device)
+    split = rows if split is None else split
+    _sum_columns[(cdiv(cols, COLS), out.shape[0])](x_PD, out, split, rows, cols, ROWS=ROWS, COLS=COLS, num_warps=WARPS)
     return out

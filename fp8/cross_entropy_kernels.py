@@ -15,7 +15,7 @@ from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 STATISTICS_COLS, STATISTICS_WARPS = 2048, 8
-GRADIENT_WARPS, GRADIENT_REGISTERS = 4, None
+GRADIENT_WARPS, GRADIENT_REGISTERS = 8, 96  # three blocks a multiprocessor
 NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
 
 
@@ -64,16 +64,21 @@ def _probability(x, lse, factor, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _pair_of_probabilities(pair, base, factor, HARDWARE: tl.constexpr):
+    """The same of two logits, rounded to BF16: base = -lse / ln 2 apart is exact enough away from the label."""
+    first, second = tl.fma(low_half(pair), LOG2_E, base), tl.fma(high_half(pair), LOG2_E, base)
+    return pack_bf16(exp2(first, HARDWARE) * factor, exp2(second, HARDWARE) * factor, HARDWARE)
+
+
+@triton.jit
 def _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row, rows, words, word, FULL: tl.constexpr, HARDWARE: tl.constexpr):
     """Pairs of scale * factor * softmax of four neighbouring columns (one word) of 32 rows x 32 words."""
     at, ok = x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row < rows
     x = tl.load(at) if FULL else tl.load(at, mask=ok[:, None] & (word < words)[None, :], other=0)
-    lse = tl.load(lse_ptr + row, mask=ok, other=0.0)[:, None]
+    base = (tl.load(lse_ptr + row, mask=ok, other=0.0) * -LOG2_E)[:, None]
     factor = (tl.load(factor_ptr + row, mask=ok, other=0.0) * scale)[:, None]
     low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
-    x0, x1 = _probability(low_half(low), lse, factor, HARDWARE), _probability(high_half(low), lse, factor, HARDWARE)
-    x2, x3 = _probability(low_half(high), lse, factor, HARDWARE), _probability(high_half(high), lse, factor, HARDWARE)
-    return pack_bf16(x0, x1, HARDWARE), pack_bf16(x2, x3, HARDWARE)
+    return _pair_of_probabilities(low, base, factor, HARDWARE), _pair_of_probabilities(high, base, factor, HARDWARE)
 
 
 @triton.jit

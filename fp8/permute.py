@@ -85,18 +85,6 @@ def _gather_rows(x: Tensor, index_R: Tensor, fill: float) -> Tensor:
     return raw[index_R.clamp(min=0)].masked_fill(pad, fill).view(x.dtype)
 
 
-def gather_rows(x: Quantized, index_R: Tensor, per_source: int = 1, live_B: Tensor | None = None) -> Quantized:
-    """y[r] = x[index[r] // per_source] of [T, D] (row-tiled, tensorwise or unscaled); negative: a zero row with scale 1.
-
-    Args:
-        live_B: int32 [ceil(R / 128)]; kernels skip blocks with a negative entry (their output is undefined).
-    """
-    kernels = _kernels(x.data)
-    if kernels and x.data.shape[1] * x.data.element_size() % 4 == 0 and x.tile in (None, TENSORWISE, (1, BLOCK)):
-        return kernels.gather_rows(x, index_R, per_source, live_B)
-    return gather_rows_ref(x, torch.where(index_R >= 0, index_R // per_source, index_R))
-
-
 def gather_rows_ref(x: Quantized, index_R: Tensor) -> Quantized:
     """y[r] = x[index[r]], the definition."""
     data = _gather_rows(x.data, index_R, 0)
@@ -107,8 +95,15 @@ def gather_rows_ref(x: Quantized, index_R: Tensor) -> Quantized:
 
 
 def permute(x: Quantized, perm: Permutation) -> Quantized:
-    """[T, D] -> [R, D]: every token's row copied to its places; padding rows are zero with scale 1."""
-    return gather_rows(x, perm.slot_R, perm.row_Tk.shape[1], perm.groups.block_expert_B)
+    """[T, D] (row-tiled, tensorwise or unscaled) -> [R, D]: every token's row copied to its places.
+
+    Padding rows are zero with scale 1. Rows past the last group are undefined on a GPU.
+    """
+    kernels = _kernels(x.data)
+    if kernels and x.data.shape[1] * x.data.element_size() % 4 == 0 and x.tile in (None, TENSORWISE, (1, BLOCK)):
+        return kernels.scatter_rows(x, perm.row_Tk, perm.slot_R, perm.groups.block_expert_B)
+    k = perm.row_Tk.shape[1]
+    return gather_rows_ref(x, torch.where(perm.slot_R >= 0, perm.slot_R // k, perm.slot_R))
 
 
 def _turning_kernels(x: Quantized, spec: Spec | None = None) -> ModuleType | None:

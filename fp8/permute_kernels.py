@@ -1,4 +1,4 @@
-"""Triton kernels behind permute.py: rows move once, as words; indices are built on the device in four launches.
+"""Triton kernels behind permute.py: rows are read once and move as words; indices are built on the device in four launches.
 
 Shapes: T tokens, k slots a token, N = T * k slots, E experts, R rows of the buffer, D features, B blocks of slots.
 """
@@ -14,7 +14,7 @@ from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED, _row_scales
 from fp8.quantized import Quantized
 
-ROWS, WORDS = 16, 512  # 16 rows share the 64 bytes of a scale column that one store writes
+TOKENS, WORDS, SCATTER_WARPS = 1, 512, 1  # of a program that scatters
 SUM_COLS = 2048
 SLOTS = 128  # slots whose ranks one program finds by comparing all pairs
 
@@ -22,32 +22,44 @@ SLOTS = 128  # slots whose ranks one program finds by comparing all pairs
 
 
 @triton.jit
-def _gather_rows(
-    x_ptr, si_ptr, index_ptr, live_ptr, y_ptr, ysi_ptr, rows_x, rows, words, scales,
-    K: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, LIVE: tl.constexpr,
+def _scales_and_padding(
+    si_ptr, slot_ptr, y_ptr, ysi_ptr, rb, word, tokens, rows, words, scales,
+    K: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x WORDS 32-bit words of y[r] = x[index[r] // K]; zero (scale 1) where the index is negative."""
-    rb, wb = tl.program_id(0), tl.program_id(1)
-    if LIVE:
-        if tl.load(live_ptr + rb * ROWS // 128) < 0:
-            return
-    row = rb * ROWS + tl.arange(0, ROWS)
-    row_ok = row < rows
-    index = tl.load(index_ptr + row, mask=row_ok, other=-1)
-    source = index // K
-    word = wb * WORDS + tl.arange(0, WORDS)
-    word_ok = (word < words)[None, :]
-    # x is read K times and should stay in L2; what is written would push it out
-    at = x_ptr + source.to(tl.int64)[:, None] * words + word[None, :]
-    x = tl.load(at, mask=(index >= 0)[:, None] & word_ok, other=0, eviction_policy="evict_last")
-    at = y_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
-    tl.store(at, x, mask=row_ok[:, None] & word_ok, eviction_policy="evict_first")
+    """What no token writes of 128 rows of the buffer: scales, which lie in columns, and the zeros of padding, which comes last."""
+    row = rb * 128 + tl.arange(0, 128)
+    index = tl.load(slot_ptr + row).to(tl.int32)
+    present = index >= 0
     if SCALES > 0:
-        if wb == 0:
-            block = tl.arange(0, SCALES).to(tl.int64)
-            block_ok = (block < scales)[:, None]
-            si = tl.load(si_ptr + block[:, None] * rows_x + source[None, :], mask=(index >= 0)[None, :] & block_ok, other=1.0)
-            tl.store(ysi_ptr + block[:, None] * rows + row[None, :], si, mask=row_ok[None, :] & block_ok)
+        if tl.program_id(1) == 0:
+            source, block = tl.where(present, index, 0) // K, tl.arange(0, SCALES).to(tl.int64)
+            ok = (block < scales)[:, None]
+            si = tl.load(si_ptr + block[:, None] * tokens + source[None, :], mask=present[None, :] & ok, other=1.0)
+            tl.store(ysi_ptr + block[:, None] * rows + row[None, :], si, mask=ok)
+    y = y_ptr + rb.to(tl.int64) * 128 * words + word
+    for padding in range(tl.sum(present.to(tl.int32), 0), 128):
+        tl.store(y + padding * words, tl.zeros((WORDS,), tl.int32), mask=word < words)
+
+
+@triton.jit
+def _scatter_rows(
+    x_ptr, si_ptr, row_ptr, slot_ptr, live_ptr, y_ptr, ysi_ptr, tokens, rows, words, scales,
+    K: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """WORDS 32-bit words of TOKENS tokens: read once, stored in all their rows. The first programs do the rest of the buffer."""
+    pid, blocks = tl.program_id(0), rows // 128
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    if pid < blocks:
+        if tl.load(live_ptr + pid) >= 0:
+            _scales_and_padding(si_ptr, slot_ptr, y_ptr, ysi_ptr, pid, word, tokens, rows, words, scales, K, WORDS, SCALES)
+    else:
+        token = (pid - blocks) * TOKENS + tl.arange(0, TOKENS)
+        token_ok, word_ok = token < tokens, (word < words)[None, :]
+        at = x_ptr + token.to(tl.int64)[:, None] * words + word[None, :]
+        x = tl.load(at, mask=token_ok[:, None] & word_ok, other=0)
+        for slot in tl.static_range(K):
+            row = tl.load(row_ptr + token * K + slot, mask=token_ok, other=-1)
+            tl.store(y_ptr + row[:, None] * words + word[None, :], x, mask=(row >= 0)[:, None] & word_ok)
 
 
 @triton.jit
@@ -150,7 +162,7 @@ def _place_slots(ids_ptr, before_ptr, starts_ptr, row_ptr, slot_ptr, count, expe
     slot = b * SLOTS + i
     e = _expert_ids(ids_ptr, slot, count, experts)
     other = _expert_ids(ids_ptr, b * SLOTS + j, count, experts)
-    rank = tl.sum(((e[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+    rank = tl.sum(((e[None, :] == other[:, None]) & (j[:, None] < i[None, :])).to(tl.int32), 0)  # over what a thread holds
     present = e < experts
     row = rank + tl.load(before_ptr + b.to(tl.int64) * experts + e, mask=present, other=0)
     row += tl.load(starts_ptr + e, mask=present, other=0)
@@ -161,22 +173,22 @@ def _place_slots(ids_ptr, before_ptr, starts_ptr, row_ptr, slot_ptr, count, expe
 # ---------------------------------------------------------------- launchers
 
 
-def gather_rows(x: Quantized, index_R: Tensor, per_source: int, live_B: Tensor | None) -> Quantized:
-    """y[r] = x[index[r] // per_source], rows of whole words; negative: zero, scale 1. `live_B` as in quantize.py."""
-    (sources, _), rows = x.shape, index_R.numel()
+def scatter_rows(x: Quantized, row_Tk: Tensor, slot_R: Tensor, live_B: Tensor) -> Quantized:
+    """Every token of x [T, D], rows of whole words, in its rows of the buffer [R, D]; padding is zero with scale 1."""
+    (tokens, k), rows = row_Tk.shape, slot_R.numel()
     data = x.data.contiguous()
-    words = data[0].nbytes // 4 if sources else x.data.shape[1] * x.data.element_size() // 4
-    y = torch.empty((rows, x.data.shape[1]), dtype=x.data.dtype, device=x.device)
+    words = data.shape[1] * data.element_size() // 4
+    y = torch.empty((rows, data.shape[1]), dtype=data.dtype, device=x.device)
     tiled = x.scale_inv is not None and x.tile[0] == 1
-    if tiled and sources > 1 and x.scale_inv.stride() != (1, sources):
+    if tiled and tokens > 1 and x.scale_inv.stride() != (1, tokens):
         assert x.scale_inv.shape[1] == 1 and x.scale_inv.stride(0) == 1, f"scales with strides {x.scale_inv.stride()}"
-    si = _row_scales(rows, x.data.shape[1], y) if tiled else x.scale_inv
+    si = _row_scales(rows, data.shape[1], y) if tiled else x.scale_inv
     scales = x.scale_inv.shape[1] if tiled else 0
-    _gather_rows[(cdiv(rows, ROWS), cdiv(words, WORDS))](
-        data.view(torch.int32), x.scale_inv if tiled else y.view(torch.int32), index_R, index_R if live_B is None else live_B,
-        y.view(torch.int32), si if tiled else y.view(torch.int32), sources, rows, words, scales,
-        K=per_source, ROWS=ROWS, WORDS=WORDS, SCALES=next_power_of_2(scales) if tiled else 0, LIVE=live_B is not None,
-        num_warps=4,
+    programs = rows // 128 + cdiv(tokens, TOKENS)
+    _scatter_rows[(programs, cdiv(words, WORDS))](
+        data.view(torch.int32), x.scale_inv if tiled else y.view(torch.int32), row_Tk, slot_R, live_B, y.view(torch.int32),
+        si if tiled else y.view(torch.int32), tokens, rows, words, scales,
+        K=k, TOKENS=TOKENS, WORDS=WORDS, SCALES=next_power_of_2(scales) if tiled else 0, num_warps=SCATTER_WARPS,
     )  # fmt: skip
     return Quantized(y, si, x.tile)
 
@@ -217,5 +229,5 @@ def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tens
         counts, starts, ends, order, block_expert, slot, row_blocks, num_experts,
         BLOCKS=32, EXPERTS=next_power_of_2(num_experts), num_warps=4,
     )  # fmt: skip
-    _place_slots[(blocks,)](ids, hist, starts, row, slot, count, num_experts, SLOTS=SLOTS, num_warps=8)
+    _place_slots[(blocks,)](ids, hist, starts, row, slot, count, num_experts, SLOTS=SLOTS, num_warps=4)
     return row, slot, Groups(counts, starts, ends, block_expert, max_rows, order)

@@ -1,7 +1,8 @@
 """Triton kernels behind permute.py: token rows gathered by expert and turned in the same pass, for wgrad.
 
 A token's row is read once for each of its experts, mostly from L2 (T rows fit there, R rows do not), so that the turned form costs
-little more than writing it. Shapes: T tokens, k slots a token, R rows of the buffer (a multiple of 128), D features (a multiple of
+little more than writing it; programs take a few blocks of columns of all rows before the next few, which keeps those columns
+there. Shapes: T tokens, k slots a token, R rows of the buffer (a multiple of 128), D features (a multiple of
 128). How a block is laid out: block_forms.py, quantize_device.py.
 """
 
@@ -16,25 +17,35 @@ from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales, sc
 from fp8.quantized import Quantized
 from fp8.transpose_kernels import rescaled, turned_words
 
-LAUNCH = {"both": (16, 2), "square": (32, 4)}  # (words of a block, num_warps)
+LAUNCH = {"both": (16, 2, 4), "square": (32, 4, 4)}  # (words of a block, num_warps, blocks of columns that go together)
+
+
+@triton.jit
+def _block(across, down, GROUP: tl.constexpr):
+    """(block of columns, block of rows) of a program: all rows of GROUP blocks of columns, then of the next ones."""
+    pid = tl.program_id(0)
+    group, inside = pid // (GROUP * down), pid % (GROUP * down)
+    width = tl.minimum(across - group * GROUP, GROUP)
+    return group * GROUP + inside % width, inside // width
 
 
 @triton.jit
 def _gather(q_ptr, si_ptr, index_ptr, row, words, word, K: tl.constexpr):
     """(words of the token rows of 32 buffer rows, their inverse scales); padding is zero with scale 1."""
-    index = tl.load(index_ptr + row)
-    present, source = index >= 0, index // K
-    q = tl.load(q_ptr + source[:, None] * words + word[None, :], mask=present[:, None], other=0)
+    index = tl.load(index_ptr + row).to(tl.int32)
+    present, source = index >= 0, tl.maximum(index, 0) // K
+    at = q_ptr + source.to(tl.int64)[:, None] * words + word[None, :]
+    q = tl.load(at, mask=present[:, None], other=0, eviction_policy="evict_last")  # read K times, unlike what is written
     return q, tl.load(si_ptr + source, mask=present, other=1.0)
 
 
 @triton.jit
 def _permute_both(
     q_ptr, si_ptr, index_ptr, live_ptr, y_ptr, ysi_ptr, qt_ptr, sit_ptr, tokens, rows, cols, words_t,
-    K: tl.constexpr, WORDS: tl.constexpr, HARDWARE: tl.constexpr,
+    K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """128 buffer rows x 4 * WORDS columns: the rows as they are, and transposed, quantised anew in tiles along rows."""
-    cb, rb = tl.program_id(0), tl.program_id(1)
+    cb, rb = _block(cols // (4 * WORDS), rows // 128, GROUP)
     if tl.load(live_ptr + rb) < 0:
         return
     words, block = cols // 4, (cb * WORDS // 32).to(tl.int64)
@@ -63,10 +74,11 @@ def _permute_both(
 
 @triton.jit
 def _permute_square(
-    q_ptr, si_ptr, index_ptr, live_ptr, qt_ptr, sit_ptr, tokens, cols, words_t, K: tl.constexpr, HARDWARE: tl.constexpr
-):
+    q_ptr, si_ptr, index_ptr, live_ptr, qt_ptr, sit_ptr, tokens, rows, cols,
+    K: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
     """One 128x128 block of buffer rows, transposed, with one scale: the largest of its rows."""
-    cb, rb = tl.program_id(0), tl.program_id(1)
+    cb, rb = _block(cols // 128, rows // 128, GROUP)
     if tl.load(live_ptr + rb) < 0:
         return
     words, word, row = cols // 4, cb * 32 + tl.arange(0, 32), rb * 128 + 4 * tl.arange(0, 32)
@@ -76,9 +88,9 @@ def _permute_square(
     w2, s2 = _gather(q_ptr, si_ptr, index_ptr, row + 2, words, word, K)
     w3, s3 = _gather(q_ptr, si_ptr, index_ptr, row + 3, words, word, K)
     w0, w1, w2, w3, inverse = rescaled(w0, w1, w2, w3, s0, s1, s2, s3, HARDWARE)
-    tl.store(sit_ptr + cb * tl.num_programs(1) + rb, inverse)
+    tl.store(sit_ptr + cb * (rows // 128) + rb, inverse)
     t0, t1, t2, t3 = turned_words(w0, w1, w2, w3, HARDWARE)
-    store_transposed(qt_ptr, cb, rb, cols, words_t, t0, t1, t2, t3, 32)
+    store_transposed(qt_ptr, cb, rb, cols, rows // 4, t0, t1, t2, t3, 32)
 
 
 # ---------------------------------------------------------------- launchers
@@ -96,10 +108,10 @@ def permute_both(x: Quantized, slot_R: Tensor, k: int, live_B: Tensor) -> tuple[
     y, si = _empty_fp8(rows, cols, like=x.data), _row_scales(rows, cols, x.data)
     y_t = _empty_fp8(cols, rows, like=x.data)
     si_t = torch.empty((rows // BLOCK, cols), dtype=torch.float32, device=x.device)
-    words, warps = LAUNCH["both"]
-    _permute_both[(cols // (4 * words), rows // BLOCK)](
+    words, warps, group = LAUNCH["both"]
+    _permute_both[(cols // (4 * words) * (rows // BLOCK),)](
         x.data.view(torch.int32), x.scale_inv, slot_R, live_B, y.view(torch.int32), si, y_t.view(torch.int32), si_t,
-        tokens, rows, cols, rows // 4, K=k, WORDS=words, HARDWARE=not INTERPRETED, num_warps=warps,
+        tokens, rows, cols, rows // 4, K=k, WORDS=words, GROUP=group, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return Quantized(y, si, (1, BLOCK)), Quantized(y_t, si_t.t(), (1, BLOCK))
 
@@ -109,8 +121,9 @@ def permute_square(x: Quantized, slot_R: Tensor, k: int, live_B: Tensor) -> Quan
     (tokens, cols), rows = x.shape, slot_R.numel()
     y_t = _empty_fp8(cols, rows, like=x.data)
     si_t = torch.empty((cols // BLOCK, rows // BLOCK), dtype=torch.float32, device=x.device)
-    _permute_square[(cols // BLOCK, rows // BLOCK)](
-        x.data.view(torch.int32), x.scale_inv, slot_R, live_B, y_t.view(torch.int32), si_t, tokens, cols, rows // 4,
-        K=k, HARDWARE=not INTERPRETED, num_warps=LAUNCH["square"][1],
+    _, warps, group = LAUNCH["square"]
+    _permute_square[(cols // BLOCK * (rows // BLOCK),)](
+        x.data.view(torch.int32), x.scale_inv, slot_R, live_B, y_t.view(torch.int32), si_t, tokens, rows, cols,
+        K=k, GROUP=group, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return Quantized(y_t, si_t, (BLOCK, BLOCK))

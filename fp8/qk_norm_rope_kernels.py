@@ -16,8 +16,7 @@ from fp8.quantize_kernels import INTERPRETED
 
 FORWARD_ROWS, FORWARD_WARPS = 32, 4
 BACKWARD_ROWS, BACKWARD_WARPS = 16, 2
-BACKWARD_PROGRAMS = 108  # a head; fixed: the order of dw's sums does not depend on the device
-STAGES = 1  # tiles whose loads are in flight in backward
+BACKWARD_PROGRAMS = 792  # fixed: the order of dw's sums does not depend on the device; six for each of an H200's 132 SMs
 
 
 def fits(d: int, r: int) -> bool:
@@ -91,20 +90,21 @@ def _qk_norm_rope(
 
 
 @triton.jit
-def _backward_head(
-    x_ptr, w_ptr, cos_ptr, sin_ptr, dy_ptr, dx_ptr, dw_ptr, dy_stride, dy_head, head, tokens, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
+def _backward_heads(
+    x_ptr, w_ptr, cos_ptr, sin_ptr, dy_ptr, dx_ptr, dw_ptr, dy_stride, program, programs, tokens, eps,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """dx of one query or key head, tiles program, program + programs, ...; this program's part of dw."""
+    """dx of heads FIRST .. FIRST + COUNT - 1 of HEADS, some of their tiles; this program's part of dw."""
     wa, wb, wc, wd = _load_row(w_ptr, D)
     dwa, dwb = tl.zeros((ROWS, D // 4), tl.float32), tl.zeros((ROWS, D // 4), tl.float32)
     dwc, dwd = tl.zeros((ROWS, D // 4), tl.float32), tl.zeros((ROWS, D // 4), tl.float32)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1), num_stages=STAGES):
-        token = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    for i in range(program, tl.cdiv(tokens, ROWS) * COUNT, programs):
+        token, head = i // COUNT * ROWS + tl.arange(0, ROWS).to(tl.int64), i % COUNT
         ok = token < tokens
-        at = (token * HEADS + head) * D
+        at = (token * HEADS + FIRST + head) * D
         a, b, c, d = _load(x_ptr, at, ok, D)
-        da, db, dc, dd = _load(dy_ptr, token * dy_stride + dy_head * D, ok, D)
+        da, db, dc, dd = _load(dy_ptr, token * dy_stride + head * D, ok, D)
         cos, sin = _angles(cos_ptr, sin_ptr, token, ok, D)
         da, db = da * cos + db * sin, db * cos - da * sin
         rstd = tl.rsqrt(_dot(a, b, c, d, a, b, c, d) / D + eps)
@@ -133,25 +133,25 @@ def _backward_head(
 @triton.jit
 def _qk_norm_rope_backward(
     x_ptr, wq_ptr, wk_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dx_ptr, dw_ptr,
-    q_stride, k_stride, v_stride, tokens, eps,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ROUND: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    q_stride, k_stride, v_stride, tokens, eps, q_programs, k_programs,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """dx of one of the H + 2K heads (the gradient of v is copied into its place), and its parts of dw."""
-    head = tl.program_id(0)
-    dw = dw_ptr + (tl.program_id(1) * (H + K) + head) * D
-    if head < H:
-        _backward_head(x_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dx_ptr, dw, q_stride, head, head, tokens, eps,
-                       H + 2 * K, D, ROWS, STAGES, ROUND, HARDWARE)  # fmt: skip
-    elif head < H + K:
-        _backward_head(x_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dx_ptr, dw, k_stride, head - H, head, tokens, eps,
-                       H + 2 * K, D, ROWS, STAGES, ROUND, HARDWARE)  # fmt: skip
+    """dx of query heads (the first programs), key heads (the next) or value heads, whose gradient is copied into its place; and a
+    program's part of dw. Neighbouring programs take neighbouring heads of the same tokens."""
+    pid, heads = tl.program_id(0), H + 2 * K
+    v_program = pid - q_programs - k_programs
+    if pid < q_programs:
+        _backward_heads(x_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dx_ptr, dw_ptr + pid * D, q_stride, pid, q_programs, tokens, eps,
+                        0, H, H + 2 * K, D, ROWS, ROUND, HARDWARE)  # fmt: skip
+    elif v_program < 0:
+        _backward_heads(x_ptr, wk_ptr, cos_ptr, sin_ptr, dk_ptr, dx_ptr, dw_ptr + pid * D, k_stride, pid - q_programs, k_programs,
+                        tokens, eps, H, K, H + 2 * K, D, ROWS, ROUND, HARDWARE)  # fmt: skip
     else:
-        for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
-            token = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        for i in range(v_program, tl.cdiv(tokens, ROWS) * K, tl.num_programs(0) - q_programs - k_programs):
+            token = i // K * ROWS + tl.arange(0, ROWS).to(tl.int64)
             ok = token < tokens
-            a, b, c, d = _load(dv_ptr, token * v_stride + (head - H - K) * D, ok, D)
-            _store(dx_ptr, (token * (H + 2 * K) + head) * D, ok, a, b, c, d, D, ROUND, HARDWARE)
+            a, b, c, d = _load(dv_ptr, token * v_stride + i % K * D, ok, D)
+            _store(dx_ptr, (token * heads + H + K + i % K) * D, ok, a, b, c, d, D, ROUND, HARDWARE)
 
 
 # ---------------------------------------------------------------- launchers
@@ -178,14 +178,15 @@ def backward(
     qkv: Tensor, wq_d: Tensor, wk_d: Tensor, cos: Tensor, sin: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [T, H, d], dk, dv [T, K, d] -> (dqkv [T, H + 2K, d], dw of the q norm [d], of the k norm [d]), dw in fp32."""
-    (tokens, total, d), heads, kv = qkv.shape, dq.shape[1], dk.shape[1]
+    (tokens, _, d), heads, kv = qkv.shape, dq.shape[1], dk.shape[1]
     dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
-    dx, programs = torch.empty_like(qkv), min(BACKWARD_PROGRAMS, cdiv(tokens, BACKWARD_ROWS))
-    dw = torch.empty((programs, heads + kv, d), dtype=torch.float32, device=qkv.device)
-    _qk_norm_rope_backward[(total, programs)](
+    dx = torch.empty_like(qkv)
+    moved = 3 * (heads + kv) + 2 * kv  # of a token, in heads: read and written for q and k three times each, twice for v
+    q_programs, k_programs = BACKWARD_PROGRAMS * 3 * heads // moved, BACKWARD_PROGRAMS * 3 * kv // moved
+    dw = torch.empty((q_programs + k_programs, d), dtype=torch.float32, device=qkv.device)
+    _qk_norm_rope_backward[(BACKWARD_PROGRAMS,)](
         qkv, wq_d, wk_d, cos.contiguous(), sin.contiguous(), dq, dk, dv, dx, dw,
-        dq.stride(0), dk.stride(0), dv.stride(0), tokens, eps, H=heads, K=kv, D=d,
-        ROWS=BACKWARD_ROWS, STAGES=STAGES,
-        ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
+        dq.stride(0), dk.stride(0), dv.stride(0), tokens, eps, q_programs, k_programs, H=heads, K=kv, D=d,
+        ROWS=BACKWARD_ROWS, ROUND=qkv.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return dx, sum_columns(dw[:, :heads]), sum_columns(dw[:, heads:])
+    return dx, *sum_columns(dw, q_programs)

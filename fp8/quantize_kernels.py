@@ -18,7 +18,7 @@ BLOCK = 128
 INTERPRETED = triton.knobs.runtime.interpret
 LAUNCH = {  # (words, num_warps, registers) of the transposing kernels: what keeps enough blocks in flight (tools.bench kernels)
     "transposed": (32, 4, None),
-    "both": (32, 4, None),
+    "both": (32, 4, 96),
     "retile": (16, 4, None),
 }
 

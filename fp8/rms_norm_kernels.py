@@ -138,4 +138,4 @@ def backward(
         dh, dw, rows, dim, eps, ROWS=tile_rows, BLOCKS=blocks, GRADS=len(grads), RESIDUAL=dres_TD is not None,
         ROUND=h.dtype == torch.bfloat16, STAGES=stages, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
-    return dh, sum_columns(dw)
+    return dh, sum_columns(dw)[0]

@@ -12,7 +12,7 @@ from fp8.device_math import round_bf16
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED
 
-ROWS, WARPS = 8, 4
+ROWS, BACKWARD_ROWS, WARPS = 16, 4, 4  # 16 rows fill the lanes: a thread then holds a part of every group of its row
 
 
 @triton.jit
@@ -53,23 +53,23 @@ def _route(
     expert = tl.arange(0, G)[:, None] * M + tl.arange(0, M)[None, :]
     at = row.to(tl.int64)[:, None, None] * E + expert[None, :, :]
     logit = tl.load(logits_ptr + at, mask=row_ok[:, None, None], other=0.0)
-    top = tl.max(tl.max(logit, 2), 1)
-    lse = top + tl.log(tl.sum(tl.sum(tl.exp(logit - top[:, None, None]), 2), 1))
+    top = tl.max(tl.max(logit, 1), 1)
+    lse = top + tl.log(tl.sum(tl.sum(tl.exp(logit - top[:, None, None]), 1), 1))
     tl.store(lse_ptr + row, lse, mask=row_ok)
     score = 1.0 / (1.0 + tl.exp(-logit))
     biased = score + tl.load(bias_ptr + expert)[None, :, :]
     keep = _keep_groups(biased, G, M, TOPK_GROUP)
     left = tl.where(keep[:, :, None], biased, float("-inf"))
     slot = tl.arange(0, KP)[None, :]
-    ids, chosen = tl.zeros((ROWS, KP), tl.int32), tl.zeros((ROWS, KP), tl.float32)
+    ids = tl.zeros((ROWS, KP), tl.int32)
     for j in tl.static_range(K):
-        best = tl.max(tl.max(left, 2), 1)[:, None, None]
-        id_ = tl.min(tl.min(tl.where(left == best, expert[None, :, :], E), 2), 1)
+        best = tl.max(tl.max(left, 1), 1)[:, None, None]  # over groups first, which takes no shuffle
+        id_ = tl.min(tl.min(tl.where(left == best, expert[None, :, :], E), 1), 1)
         hit = expert[None, :, :] == id_[:, None, None]
-        value = tl.sum(tl.sum(tl.where(hit, score, 0.0), 2), 1)
         left = tl.where(hit, float("-inf"), left)
         ids = tl.where(slot == j, tl.minimum(id_, E - 1)[:, None], ids)
-        chosen = tl.where(slot == j, value[:, None], chosen)
+    own = tl.load(logits_ptr + row.to(tl.int64)[:, None] * E + ids, mask=row_ok[:, None], other=0.0)
+    chosen = tl.where(slot < K, 1.0 / (1.0 + tl.exp(-own)), 0.0)  # read again: cheaper than a sum over all experts
     weights = chosen / (tl.sum(chosen, 1)[:, None] + 1e-20) * factor
     out = row.to(tl.int64)[:, None] * K + slot
     ok = row_ok[:, None] & (slot < K)
@@ -94,18 +94,17 @@ def _route_backward(
     ok = row_ok[:, None] & (slot < K)
     ids = tl.load(ids_ptr + narrow, mask=ok, other=0).to(tl.int32)
     dw = tl.load(dweights_ptr + narrow, mask=ok, other=0.0)
-    score = 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + wide + ids, mask=ok, other=0.0)))
-    score = tl.where(ok, score, 0.0)
+    chosen = tl.load(logits_ptr + wide + ids, mask=ok, other=0.0)
+    score = tl.where(ok, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
     total = tl.sum(score, 1)[:, None] + 1e-20
     ds = factor / total * (dw - tl.sum(dw * score, 1)[:, None] / total) * score * (1.0 - score)
     logit = tl.load(logits_ptr + wide + expert, mask=row_ok[:, None], other=0.0)
     lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
-    grad = tl.load(dlse_ptr + row, mask=row_ok, other=0.0)[:, None] * tl.exp(logit - lse)
-    for j in tl.static_range(K):
-        pick = (slot == j) & ok
-        id_ = tl.sum(tl.where(pick, ids, 0), 1)[:, None]
-        grad += tl.where(expert == id_, tl.sum(tl.where(pick, ds, 0.0), 1)[:, None], 0.0)
+    dlse = tl.load(dlse_ptr + row, mask=row_ok, other=0.0)[:, None]
+    grad = dlse * tl.exp(logit - lse)
     tl.store(dlogits_ptr + wide + expert, grad, mask=row_ok[:, None])
+    tl.debug_barrier()  # the chosen ones once more, over what another thread wrote
+    tl.store(dlogits_ptr + wide + ids, dlse * tl.exp(chosen - lse) + ds, mask=ok)
 
 
 @triton.jit
@@ -160,9 +159,9 @@ def route_backward(
     """dlogits [T, E] fp32."""
     (rows, experts), k = logits_TE.shape, ids_Tk.shape[1]
     dlogits = torch.empty_like(logits_TE)
-    _route_backward[(cdiv(rows, ROWS),)](
+    _route_backward[(cdiv(rows, BACKWARD_ROWS),)](
         logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(), dlogits, rows, factor,
-        E=experts, K=k, KP=next_power_of_2(k), ROWS=ROWS, num_warps=WARPS,
+        E=experts, K=k, KP=next_power_of_2(k), ROWS=BACKWARD_ROWS, num_warps=WARPS,
     )  # fmt: skip
     return dlogits
 

@@ -17,12 +17,18 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
+def _either(a, b):
+    """Bits of one or the other."""
+    return a | b
+
+
+@triton.jit
 def rescaled(w0, w1, w2, w3, s0, s1, s2, s3, HARDWARE: tl.constexpr):
     """A block's words brought from the inverse scales of rows 4i .. 4i + 3 to the largest of them, and that scale.
 
     A row of zeros has scale 1 and takes no part in the maximum.
     """
-    used = tl.max(join4(w0, w1, w2, w3) & 0x7F7F7F7F, 1) > 0
+    used = (tl.reduce(join4(w0, w1, w2, w3), 1, _either) & 0x7F7F7F7F) != 0
     bits = tl.where(used, join4(s0, s1, s2, s3).to(tl.int32, bitcast=True), 0)
     target = tl.max(tl.reshape(bits, (128,)), 0)
     target = tl.where(target > 0, target, 0x3F800000)  # an all-zero block has scale 1

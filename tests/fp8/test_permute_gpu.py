@@ -46,7 +46,7 @@ def test_rows_go_and_come_back(tokens: int, k: int, experts: int, cols: int, for
     perm = built(chosen(tokens, k, experts, holes=True), experts)
     x = randn(tokens, cols)
     x = quantize_ref(x, ROW) if form == "e4m3" else Quantized.unscaled(x)
-    got = kernels.gather_rows(x, perm.slot_R, k, perm.groups.block_expert_B)
+    got = kernels.scatter_rows(x, perm.row_Tk, perm.slot_R, perm.groups.block_expert_B)
     want = gather_rows_ref(x, torch.where(perm.slot_R >= 0, perm.slot_R // k, perm.slot_R))
     end = int(perm.groups.ends_E[-1])
     if form == "e4m3":

@@ -12,7 +12,7 @@ import torch
 from fp8.hardware import matrix_table
 from fp8.linear import linear, quantize_activation
 from fp8.optimizer import AdamW
-from fp8.permute import gather_rows
+from fp8.permute import gather_rows_ref
 from fp8.quantize import cast_fp8, quantize, requantize_t
 from fp8.recipe import E4M3, Recipe, recipe_named
 from fp8.stash import Stash
@@ -77,7 +77,7 @@ def test_bytes_per_parameter_and_one_resident_copy(name: str, want: float) -> No
 def test_scales_travel_with_their_rows_through_permutation_and_padding() -> None:
     x = torch.randn(6, 256) * torch.logspace(-6, 6, 6)[:, None]
     q = quantize(x, Recipe.block().activation)
-    moved = gather_rows(q, torch.tensor([5, -1, 0, 3]))
+    moved = gather_rows_ref(q, torch.tensor([5, -1, 0, 3]))
     assert torch.equal(moved.dequantize(), torch.stack([q.dequantize()[5], torch.zeros(256), q.dequantize()[0], q.dequantize()[3]]))
 
 
@@ -85,7 +85,7 @@ def test_scales_travel_with_their_rows_through_permutation_and_padding() -> None
 def test_row_scales_lie_as_the_gemm_wants_them_without_a_copy(name: str) -> None:
     """Column-major rows scales from the quantiser on, through permutation, to the GEMM."""
     q = quantize(torch.randn(48, 256), recipe_named(name).activation)
-    for operand in (q, gather_rows(q, torch.arange(16))):
+    for operand in (q, gather_rows_ref(q, torch.arange(16))):
         assert operand.scale_inv.stride() == (1, operand.shape[0])
     assert requantize_t(q).scale_inv.is_contiguous()
 
