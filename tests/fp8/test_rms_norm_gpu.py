@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fp8 import rms_norm_kernels as kernels
+from fp8.column_sum_kernels import sum_columns
 from fp8.quantize import quantize_ref
 from fp8.residual import add_residual_ref
 from fp8.residual_kernels import add
@@ -54,3 +55,13 @@ def test_backward(rows: int, dim: int, dtype: torch.dtype, num_grads: int, resid
 def test_residual_sum_rounds_once(parts: int) -> None:
     given = [randn(33, 272) for _ in range(1 + parts)]
     assert torch.equal(add(*given), add_residual_ref(*given))
+
+
+@pytest.mark.parametrize("rows, cols, split", [(1, 8, None), (1, 8, 1), (2500, 20, None), (2500, 20, 1100), (559, 128, 447)])
+def test_sums_of_columns(rows: int, cols: int, split: int | None) -> None:
+    """More rows than a program adds at once, and columns that are not a multiple of its own."""
+    x = randn(rows, cols, dtype=torch.float32)
+    got, parts = sum_columns(x, split), [x] if split is None else [x[:split], x[split:]]
+    want = torch.stack([part.double().sum(0) for part in parts])
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    assert torch.equal(got, sum_columns(x, split))
