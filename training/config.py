@@ -155,6 +155,8 @@ class Config:
         found = [f"{key} is for GPUs: it changes nothing on a CPU" for key, value in on_gpus.items() if value and device == "cpu"]
         if not profile.start and profile != ProfileConfig():
             found.append("profile.* is set, but profile.start=0 opens no window")
+        if self.parallel.peer_copies and (device == "cpu" or self.parallel.ep != 2 or self.parallel.dispatch == "counted"):
+            found.append("parallel.peer_copies is for GPUs at parallel.ep=2 with gathered tokens")
         if optim.schedule != "wsd" and optim.decay_steps:
             found.append(f"optim.decay_steps is set, but optim.schedule={optim.schedule} does not read it")
         if optim.schedule == "constant" and optim.min_lr_ratio:

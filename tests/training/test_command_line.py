@@ -48,6 +48,7 @@ def test_keys_that_change_nothing_are_noted(base: Path, tmp_path: Path, capsys: 
         "fp8.activation is set, but fp8.recipe=bf16 does not read it": "fp8.activation=e5m2",
         "fp8.margin is set, but": "fp8.margin=2",
         "train.cuda_graphs is for GPUs": "train.cuda_graphs=true",
+        "parallel.peer_copies is for GPUs at parallel.ep=2": "parallel.peer_copies=true",
         "profile.start=0 opens no window": "profile.steps=2",
         "optim.decay_steps is set, but optim.schedule=cosine": "optim.decay_steps=2",
         "no room for optim.warmup_steps": "optim.warmup_steps=8",
