@@ -41,7 +41,7 @@ TILES = {
     ("nt", torch.bfloat16, False): Tile(2, 3, 128, 2),
     ("nt", torch.float32, False): Tile(1, 4, 128, 1),
     ("wgrad", torch.bfloat16, False): Tile(2, 3, 128, 2),
-    ("wgrad", torch.float32, False): Tile(1, 3, 128, 2),
+    ("wgrad", torch.float32, False): Tile(2, 3, 64, 2),
     ("wgrad", torch.bfloat16, True): Tile(2, 3, 128, 2),
     ("wgrad", torch.float32, True): Tile(1, 4, 128, 1),
 }
