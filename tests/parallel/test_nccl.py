@@ -254,7 +254,7 @@ def test_layouts_on_two_gpus(tmp_path: Path, recipe: str) -> None:
 @pytest.mark.parametrize("layout", ["dp=2, graph", "ep=2, graph", "ep=2, peer copies, graph"])
 def test_replayed_layouts(tmp_path: Path, layout: str) -> None:
     """Forward and backward as a CUDA graph, in ep with its collectives or copies."""
-    check(run_ranks(2, compare, str(tmp_path / "store"), ON_GPU, [layout], timeout=60.0), "block")
+    check(run_ranks(2, compare, str(tmp_path / "store"), ON_GPU, [layout], timeout=90.0), "block")
 
 
 @pytest.mark.multi_gpu
