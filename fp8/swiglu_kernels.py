@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.block_forms import encode_pairs, high_half, low_half, pack_bf16, row_scales, store_column_form, store_row_form
+from fp8.block_forms import encode_pairs, pack_bf16, row_scales
 from fp8.device_math import LOG2_E, decode_bytes, reciprocal_of_1_plus_exp2, round_bf16, sigmoid
 from fp8.launch import cdiv
 from fp8.quantize_device import unpack4
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
+from fp8.swiglu_backward_kernel import REGISTERS, WARPS, swiglu_backward
 
 FORWARD_ROWS, FORWARD_WARPS = 32, 4  # 64 FP32 values of gate and up a thread
-BACKWARD_WARPS, BACKWARD_STAGES, BACKWARD_PROGRAMS = 16, 2, 132  # one a multiprocessor of an H200
-BACKWARD_REGISTERS = None  # or a cap
 
 
 @triton.jit
@@ -79,103 +78,6 @@ def _swiglu_grad(g, u, da, w, HARDWARE: tl.constexpr):
     silu = g * s
     both = da * u
     return both * w * (s + silu * (1.0 - s)), da * w * silu, both * silu
-
-
-@triton.jit
-def _scaled_grad(g, u, da, slope, gate, up, scale, HARDWARE: tl.constexpr):
-    """(dg, du, da * silu(g) * u / (gate * up)) of one element; g and u are codes.
-
-    Everything constant along a row comes multiplied already: gate is the scale of g, slope = -gate / ln 2, up the scale of u times
-    the routing weight, scale = gate times the routing weight.
-    """
-    s = reciprocal_of_1_plus_exp2(g * slope, HARDWARE)
-    gs = g * s
-    both = da * u
-    return both * up * (gs * (gate - gate * s) + s), da * gs * scale, both * gs
-
-
-@triton.jit
-def _grad_rows(
-    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, word,
-    WEIGHTED: tl.constexpr, FULL: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Pairs of dg and of du (low, high, low, high) of 32 rows x 32 words; the block's part of dw is stored."""
-    src = hq_ptr + row.to(tl.int64)[:, None] * (2 * words) + word[None, :]
-    gate_at = hsi_ptr + cb.to(tl.int64) * rows + row
-    up_at = gate_at + (words // 32).to(tl.int64) * rows
-    da_at = da_ptr + row.to(tl.int64)[:, None] * words + word[None, :]
-    w = 1.0
-    if FULL:
-        gate, up, g, u, da = tl.load(gate_at), tl.load(up_at), tl.load(src), tl.load(src + words), tl.load(da_at)
-        if WEIGHTED:
-            w = tl.load(w_ptr + row)
-    else:
-        ok, wide = row < rows, (row < rows)[:, None]
-        gate, up = tl.load(gate_at, mask=ok, other=0.0), tl.load(up_at, mask=ok, other=0.0)
-        g, u, da = tl.load(src, mask=wide, other=0), tl.load(src + words, mask=wide, other=0), tl.load(da_at, mask=wide, other=0)
-        if WEIGHTED:
-            w = tl.load(w_ptr + row, mask=ok, other=0.0)
-    part = gate * up
-    slope, up, scale, gate = (gate * -LOG2_E)[:, None], (up * w)[:, None], (gate * w)[:, None], gate[:, None]
-    low, high = da.to(tl.int32), (da >> 32).to(tl.int32)
-    g0, g1, g2, g3 = unpack4(g, HARDWARE)
-    u0, u1, u2, u3 = unpack4(u, HARDWARE)
-    g0, u0, p0 = _scaled_grad(g0, u0, low_half(low), slope, gate, up, scale, HARDWARE)
-    g1, u1, p1 = _scaled_grad(g1, u1, high_half(low), slope, gate, up, scale, HARDWARE)
-    g2, u2, p2 = _scaled_grad(g2, u2, low_half(high), slope, gate, up, scale, HARDWARE)
-    g3, u3, p3 = _scaled_grad(g3, u3, high_half(high), slope, gate, up, scale, HARDWARE)
-    if WEIGHTED:
-        part *= tl.sum((p0 + p1) + (p2 + p3), 1)
-        if FULL:
-            tl.store(dw_ptr + cb.to(tl.int64) * rows + row, part)
-        else:
-            tl.store(dw_ptr + cb.to(tl.int64) * rows + row, part, mask=row < rows)
-    return pack_bf16(g0, g1, HARDWARE), pack_bf16(g2, g3, HARDWARE), pack_bf16(u0, u1, HARDWARE), pack_bf16(u2, u3, HARDWARE)
-
-
-@triton.jit
-def _count_live(live_ptr, blocks):
-    """Entries that are not negative: the first ones."""
-    count = 0
-    for start in range(0, blocks, 1024):
-        b = start + tl.arange(0, 1024)
-        count += tl.sum((tl.load(live_ptr + b, mask=b < blocks, other=-1) >= 0).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def _swiglu_backward(
-    hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, q_ptr, si_ptr, qt_ptr, sit_ptr, live_ptr, rows, width, words_t,
-    WEIGHTED: tl.constexpr, LIVE: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Row form and transposed form (tiles along rows) of 128x128 blocks of dg and their blocks of du.
-
-    hq, q and qt as int32 words of four codes, da as int64 words of four BF16. FULL: rows is a multiple of 128. A program walks over
-    blocks, so that the next one's inputs arrive while this one is worked on.
-    """
-    words, cols, across, blocks = width // 4, 2 * width, width // 128, tl.cdiv(rows, 128)
-    if LIVE:
-        blocks = _count_live(live_ptr, blocks)
-    for block in tl.range(tl.program_id(0), blocks * across, tl.num_programs(0), num_stages=STAGES):
-        cb, rb = block % across, block // across
-        word, row = cb * 32 + tl.arange(0, 32), rb * 128 + 4 * tl.arange(0, 32)
-        ga0, gb0, ua0, ub0 = _grad_rows(
-            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-        ga1, gb1, ua1, ub1 = _grad_rows(
-            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 1, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-        ga2, gb2, ua2, ub2 = _grad_rows(
-            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 2, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-        ga3, gb3, ua3, ub3 = _grad_rows(
-            hq_ptr, hsi_ptr, da_ptr, w_ptr, dw_ptr, row + 3, rows, cb, words, word, WEIGHTED, FULL, HARDWARE)  # fmt: skip
-        sit, up = sit_ptr + rb.to(tl.int64) * cols, cb + across
-        store_row_form(q_ptr, si_ptr + cb.to(tl.int64) * rows, rb, rows, 2 * words, word,
-                       ga0, gb0, ga1, gb1, ga2, gb2, ga3, gb3, FULL, HARDWARE)  # fmt: skip
-        store_column_form(qt_ptr, sit, cb * 128, rb, cols, words_t,
-                          ga0, gb0, ga1, gb1, ga2, gb2, ga3, gb3, 32, True, HARDWARE)  # fmt: skip
-        store_row_form(q_ptr, si_ptr + up.to(tl.int64) * rows, rb, rows, 2 * words, word + words,
-                       ua0, ub0, ua1, ub1, ua2, ub2, ua3, ub3, FULL, HARDWARE)  # fmt: skip
-        store_column_form(qt_ptr, sit, up * 128, rb, cols, words_t,
-                          ua0, ub0, ua1, ub1, ua2, ub2, ua3, ub3, 32, True, HARDWARE)  # fmt: skip
 
 
 @triton.jit
@@ -256,11 +158,11 @@ def backward(
     dh_t = _empty_fp8(2 * width, rows_p, like=da_Rf)
     si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
     dw = None if w_R is None else torch.empty((width // BLOCK, rows), dtype=torch.float32, device=da_Rf.device)
-    _swiglu_backward[(min(BACKWARD_PROGRAMS, width // BLOCK * rows_p // BLOCK),)](
+    swiglu_backward[(width // BLOCK, rows_p // BLOCK)](
         h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
         si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, width, rows_p // 4, WEIGHTED=w_R is not None, LIVE=live_B is not None, FULL=rows % BLOCK == 0,
-        STAGES=BACKWARD_STAGES, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS, maxnreg=BACKWARD_REGISTERS,
+        HARDWARE=not INTERPRETED, num_warps=WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return Quantized(dh, si, (1, BLOCK)), Quantized(dh_t, si_t.t(), (1, BLOCK)), None if dw is None else dw.sum(0)
 

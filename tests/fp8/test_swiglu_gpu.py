@@ -40,6 +40,17 @@ def test_forward_and_backward(rows: int, width: int, weighted: bool) -> None:
         torch.testing.assert_close(dw_R.double(), dw, rtol=1e-4, atol=1e-5 * dw.abs().max().item())
 
 
+@pytest.mark.parametrize("rows, width, times", [(130, 128, 1)] if INTERPRETED else [(20480, 512, 50), (20000, 512, 50)])
+def test_backward_gives_the_same_bytes_every_time(rows: int, width: int, times: int) -> None:
+    """Warps read what other warps have put into shared memory, where other inputs had been."""
+    h, da, w = randn(rows, 2 * width, scale=3.0), randn(rows, width, scale=1e-3), torch.rand(rows, device=DEVICE)
+    h_q, _ = kernels.quantize_swiglu(h, w)
+    dh_q, dh_t, dw = kernels.backward(h_q, w, da)
+    for _ in range(times):
+        again_q, again_t, again_w = kernels.backward(h_q, w, da)
+        assert same_bytes(again_q, dh_q) and same_bytes(again_t, dh_t) and torch.equal(again_w, dw)
+
+
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("rows, width", SIZES)
 def test_unquantised(rows: int, width: int, stored: bool) -> None:
