@@ -133,12 +133,17 @@ def swiglu_quantize(h_R2f: Tensor, consumer: Weight, stash: Stash, name: str, re
     Args:
         rebuild: do not keep the output; backward recomputes it from the stored pre-activations.
     """
-    dtype = h_R2f.dtype
     h_q, a_q = quantize_pre_activation(h_R2f.detach(), None, consumer)
-    h_ticket = stash.put(name + ".pre", h_q)
-    carrier = _Swiglu.apply(h_R2f, h_ticket)
+    pre = stash.put(name + ".pre", h_q)
+    return kept_or_rebuilt(a_q, _Swiglu.apply(h_R2f, pre), pre, consumer, stash, name, rebuild)
+
+
+def kept_or_rebuilt(
+    a_q: Quantized, carrier: Tensor, pre: Ticket, consumer: Weight, stash: Stash, name: str, rebuild: bool
+) -> Activation:
+    """The edge of a SwiGLU output: kept for `consumer`'s backward, or with `rebuild` made again from `pre`, the pre-activations."""
     if not rebuild:
         return Activation(a_q, carrier, stash.put(name + ".out", a_q))
-    h_again = h_ticket.claim()
-    ticket = stash.put(name + ".out", a_q, lambda: quantize_swiglu(h_again.pop(), None, consumer, dtype))
+    again, dtype = pre.claim(), carrier.dtype
+    ticket = stash.put(name + ".out", a_q, lambda: quantize_swiglu(again.pop(), None, consumer, dtype))
     return Activation(a_q, carrier, ticket)

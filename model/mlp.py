@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fp8.activation import Activation
+from fp8.linear_swiglu import linear_swiglu
 from fp8.recipe import Recipe
 from fp8.stash import Stash
 from fp8.swiglu import swiglu_quantize
@@ -28,6 +29,9 @@ class MLP(nn.Module):
         self.down = split_weight((hidden, width), 1, tp, recipe, init_std=std)
 
     def forward(self, x: Activation) -> Tensor:
-        h_T2f = column_linear(x, self.gate_up, self.tp)
-        a = swiglu_quantize(h_T2f, self.down, self.stash, f"{self.name}.swiglu", rebuild=self.stage >= 1)
+        to = self.down, self.stash, f"{self.name}.swiglu", self.stage >= 1
+        if self.tp.size == 1:
+            a = linear_swiglu(x, self.gate_up, *to)
+        else:
+            a = swiglu_quantize(column_linear(x, self.gate_up, self.tp), *to)
         return row_linear(a, self.down, self.tp)

@@ -9,6 +9,7 @@ from fp8.activation import Activation
 from fp8.cross_entropy import VocabAxis, cross_entropy_ref, head_loss, softmax_grad_ref
 from fp8.grouped_gemm import make_groups, padded_rows
 from fp8.linear import linear, quantize_activation
+from fp8.linear_swiglu import linear_swiglu
 from fp8.permute import build_permutation, permute, unpermute_sum
 from fp8.quantize import quantize
 from fp8.recipe import Recipe
@@ -59,6 +60,28 @@ def test_swiglu_then_linear(name: str, rebuild: bool) -> None:
     ((torch.nn.functional.silu(g) * u) @ w64.t()).square().sum().backward()
     assert relative_error(h.grad, h64.grad) < BOUND[name]
     assert relative_error(down.main_grad, w64.grad) < BOUND[name]
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("up",), ("x", "up")], ids=str)
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "block", "tensorwise_current"])
+def test_linear_and_swiglu_as_one_function_are_bitwise_the_two(name: str, rebuild: bool, frozen: tuple[str, ...]) -> None:
+    found = []
+    for fused in (False, True):
+        recipe, stash = getattr(Recipe, name)(), Stash()
+        up, down = filled(256, 128, recipe=recipe), filled(128, 128, recipe=recipe)
+        up.anchor.requires_grad = "up" not in frozen
+        dtype = torch.float32 if name == "fp32" else torch.bfloat16
+        x = torch.randn(9, 128, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_("x" not in frozen)
+        edge, to = quantize_activation(x, up, stash), (down, stash, "s", rebuild)
+        a = linear_swiglu(edge, up, *to) if fused else swiglu_quantize(linear(edge, up), *to)
+        y = linear(a, down)
+        y.square().sum().backward()
+        found.append([y, x.grad, up.main_grad, down.main_grad])
+        assert frozen == ("x", "up") or not stash.account.total, "what was kept for backward has been used"
+    for one, other in zip(*found, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert (found[0][1] is None, found[0][2] is None) == ("x" in frozen, "up" in frozen)
 
 
 @pytest.mark.parametrize("counts", [[0, 1, 15, 16], [17, 127, 128, 129], [0, 0, 0, 0], [500, 0, 0, 0]])

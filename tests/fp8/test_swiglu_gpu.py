@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from fp8 import swiglu_kernels as kernels
+from fp8.linear import linear, quantize_activation
+from fp8.linear_swiglu import linear_swiglu
 from fp8.quantize import quantize_ref
 from fp8.quantized import Quantized
+from fp8.recipe import Recipe
+from fp8.stash import Stash
+from fp8.swiglu import swiglu_quantize
+from fp8.weight import Weight
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, assert_quantized, marks, randn, same_bytes
 
 pytestmark = marks
@@ -75,3 +81,22 @@ def test_dead_blocks_are_neither_read_nor_written() -> None:
     want_q, want_t, want_dw = kernels.backward(clean[0], w[:256], da[:256].contiguous())
     assert same_bytes(dh_q, want_q, 256) and torch.equal(dw[:256], want_dw)
     assert torch.equal(dh_t.data.view(torch.uint8)[:, :256], want_t.data.view(torch.uint8))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="one kernel for dh against two: on a GPU")
+def test_linear_and_swiglu_as_one_function() -> None:
+    """Their gradients differ from those of two Functions by roundings of single values to BF16."""
+    found = []
+    for fused in (False, True):
+        up, down = (Weight(n, k, recipe=Recipe.block()).to(DEVICE) for n, k in ((1024, 256), (256, 512)))
+        for seed, weight in enumerate((up, down)):
+            weight.set_(torch.randn(weight.data.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)) * 0.05)
+        x = torch.randn(1024, 256, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2)).bfloat16().requires_grad_()
+        edge, to = quantize_activation(x, up, Stash()), (down, Stash(), "s")
+        y = linear(linear_swiglu(edge, up, *to) if fused else swiglu_quantize(linear(edge, up), *to), down)
+        y.square().sum().backward()
+        found.append([y, x.grad, up.main_grad, down.main_grad])
+    two, one = found
+    assert torch.equal(one[0], two[0]) and torch.equal(one[3], two[3])
+    for a, b in zip(one[1:3], two[1:3], strict=True):
+        assert (a - b).float().norm() < 2e-3 * b.float().norm()
