@@ -32,5 +32,8 @@ def test_a_step_by_phase_its_share_of_the_roofline_and_its_trace(
         assert row["roofline"] == 0.0, "no GPU, no roofline"
         trace = json.loads(gzip.open(folder / f"step-{row['recipe']}-solo-rank0.json.gz").read())
         assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+    bench_step.main([*size, "--recipes", "block", "block+kept", "--out", str(out)])
+    plain, kept = json.loads(out.read_text())
+    assert kept["last_loss"] == plain["last_loss"] == rows[0]["last_loss"], "kept transposes change no bit"
     header, *lines = capsys.readouterr().out.splitlines()[1:]
     assert "roofline" in header and len(lines) >= len(rows)
