@@ -77,9 +77,10 @@ def peaks(pairs, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
 def times(pairs, factors, HARDWARE: tl.constexpr):
     """Products of the halves of two tensors of pairs, as BF16: exact for powers of two, and half of fp32's registers."""
     if HARDWARE:
-        return tl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, factors], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(  # plus -0: mul.bf16x2 is there from sm_90 on only, and is the same instruction
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r", [pairs, factors],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return pack_bf16(low_half(pairs) * low_half(factors), high_half(pairs) * high_half(factors), HARDWARE)
 
