@@ -92,7 +92,10 @@ def test_compiles_without_spills(
     assert re.search(r"\b(LDG|LDGSTS)\.E\S*\.128", sass), "no 16-byte load"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c[1] in ("swiglu_backward", "_softmax_gradient", "_swiglu_quantize")], ids=str)
+IN_PAIRS = ("swiglu_backward", "_softmax_gradient", "_swiglu_quantize")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] in IN_PAIRS], ids=str)
 def test_what_only_hopper_has_is_not_used(case: tuple) -> None:
     """BF16 pairs are worked on by instructions that the first GPUs with FP8 have, too: `fp8.emulate` runs these kernels there."""
     assert compiled_for(89, *case).metadata.shared <= 101376
