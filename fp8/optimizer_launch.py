@@ -7,7 +7,7 @@ A `Plan` updates one weight, a `Table` all small FP32 ones (norms, routers) in o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ def hopper_sms(device: torch.device) -> int:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def pipelined_kernel() -> Callable[..., object]:
+    """The kernel behind `PIPELINED`. A Plan keeps no kernel: weights refer to plans, and a kernel cannot be copied."""
+    from fp8.optimizer_pipelined import update_pipelined  # nothing else here needs Gluon
+
+    return update_pipelined
 
 
 def covers(weight: Weight, codecs: dict[str, Codec]) -> bool:
@@ -84,11 +92,9 @@ class Plan:
         low = (self.stored, formats["MASTER"], formats["M"]) == ("fp8", "fp16", "fp8") and formats["V"] in PIPELINED
         aligned = all(t.data_ptr() % 16 == 0 for t in (weight.main_grad, *self.tensors[2::2]))
         if self.programs and low and aligned and weight.main_grad.dtype == torch.bfloat16:
-            from fp8.optimizer_pipelined import update_pipelined  # nothing else here needs Gluon
-
-            self.kernel, self.options = update_pipelined, {"V": formats["V"], **PIPELINED[formats["V"]], "enable_fp_fusion": False}
+            self.options = {"V": formats["V"], **PIPELINED[formats["V"]], "enable_fp_fusion": False}
         else:
-            self.programs, self.kernel, self.options = 0, kernels.update_blocks, {**self.constants, **OPTIONS}
+            self.programs, self.options = 0, {**self.constants, **OPTIONS}
 
     def __call__(self, h: Hyper, draw: Draw, grad_scale: Tensor) -> None:
         grad = self.weight.main_grad
@@ -98,7 +104,8 @@ class Plan:
                 num_blocks = cols * rows * matrices
                 sizes = (num_blocks, rows, cols, *place) if self.programs else (rows, cols, *place)
                 grid = (min(num_blocks, self.programs or num_blocks),)
-                self.kernel[grid](grad, grad_scale, *self.tensors, *sizes, *numbers, **self.options)
+                kernel = pipelined_kernel() if self.programs else kernels.update_blocks
+                kernel[grid](grad, grad_scale, *self.tensors, *sizes, *numbers, **self.options)
         else:
             grid = (cdiv(self.tensors[-1], SIZE),)
             kernels.update_elements[grid](grad, grad_scale, *self.tensors, *_scalars(h), **self.constants, **OPTIONS)

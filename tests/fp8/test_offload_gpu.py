@@ -50,4 +50,5 @@ def test_no_more_than_three_offloaded_states_visit_at_once() -> None:
         if step == 0:
             assert (torch.cuda.max_memory_allocated() - before) / (12 * 2048 * 4096) < 3.1
         reserved.append(torch.cuda.memory_reserved())
-    assert reserved[-1] == reserved[1]
+    # What has come free is seen late now and then, which takes one tensor more; new streams every step would take three visitors.
+    assert reserved[-1] - reserved[0] < 12 * 2048 * 4096
