@@ -40,7 +40,7 @@ Case = tuple[str, Callable[[], object], int]  # name, what runs, bytes
 
 
 def time_us(run: Callable[[], object]) -> float:
-    """Microseconds of `run` as a CUDA graph, as training replays it: what the host takes to launch two short kernels is not theirs."""
+    """Median microseconds of `run` replayed as a CUDA graph, cold L2: launching two short kernels is the host's time, not theirs."""
     for _ in range(2):  # compiles, and warms the allocator, outside the capture
         run()
     torch.cuda.synchronize()
