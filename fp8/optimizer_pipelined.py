@@ -5,9 +5,8 @@ a ring in shared memory while one strip is worked on, so registers hold one stri
 master, yet nearly always they are those of the step before: master and weight are written at once in the old scales, the new
 master waits in shared memory, and only where a scale turns out to be another one are they written anew.
 
-Copies and stores cover whole 32-byte sectors of L2, whose bandwidth is the limit once nobody waits for memory. Bits are those of
-update_blocks, which other formats and devices take. Formats: master FP16, m FP8, v FP8 or FP16, the weight FP8 with 128x128
-scales, the gradient BF16.
+Copies and stores cover whole 32-byte sectors of L2. Bits are those of update_blocks, which other formats and devices take.
+Formats: master FP16, m FP8, v FP8 or FP16, the weight FP8 with 128x128 scales, the gradient BF16.
 """
 
 from triton.experimental import gluon
