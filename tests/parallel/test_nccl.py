@@ -226,6 +226,8 @@ def check(by_rank: list[dict[str, Any]], recipe: str) -> None:
         print(f"most at step {at + 1}: {got['norms'][at]:.3g} for {truth['norms'][at]:.3g}", flush=True)
         if not (loss < BOUNDS[recipe] and norm[0] < FIRST_NORM[recipe]):
             failed.append(f"{name}: loss off by {loss:.1e}, first norm by {norm[0]:.1e}")
+        if LAYOUTS[name].alone:  # two processes without each other: attention's backward adds in no fixed order on a GPU
+            continue
         if got["norms"] != two[name]["norms"]:
             failed.append(f"ranks disagree on the norm: {name}")
         other = two[name]["bits"]
