@@ -101,12 +101,12 @@ class Stepper:
         for part in range(self.parts):
             for weight in self.weights:
                 weight.last_microbatch = part == self.parts - 1
-            if self.graphed is not None:
+            begin = self._now()
+            if self.graphed is not None:  # and backward, in the same launch
                 self.optimizer.settle()
                 losses = self.graphed(self.tokens, self.labels, self.num_valid)
-                forward.append((times[0], self._now()))
+                forward.append((begin, self._now()))
                 continue
-            begin = self._now()
             losses = self.model(self.tokens, self.labels, self.num_valid)
             forward.append((begin, self._now()))
             losses.total.backward()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
+from parallel.mesh import Mesh
 from tools import bench_step
 
 TINY = """model: {vocab_size: 256, hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1,
@@ -37,3 +40,19 @@ def test_a_step_by_phase_its_share_of_the_roofline_and_its_trace(
     assert kept["last_loss"] == plain["last_loss"] == rows[0]["last_loss"], "kept transposes change no bit"
     header, *lines = capsys.readouterr().out.splitlines()[1:]
     assert "roofline" in header and len(lines) >= len(rows)
+
+
+def test_phases_of_several_replayed_micro_batches_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch counts from its own begin; a clock that ticks at every look."""
+    ticks = iter(range(1000))
+    stepper = object.__new__(bench_step.Stepper)
+    stepper.parts, stepper.weights, stepper.device = 4, [], torch.device("cpu")
+    stepper.mesh, stepper.reducer, stepper.optimizer = Mesh.solo(), MagicMock(), MagicMock()
+    stepper.reducer.norm.return_value = torch.tensor(1.0)
+    stepper.graphed = MagicMock(return_value=MagicMock(total=torch.tensor(1.0)))
+    stepper.tokens = stepper.labels = stepper.num_valid = None
+    monkeypatch.setattr(stepper, "_now", lambda: float(next(ticks)), raising=False)
+    _, times = stepper()
+    phases = bench_step.split(times)
+    assert all(ms >= 0 for ms in phases)
+    assert sum(phases) == 1e3 * (times[-1] - times[1])
