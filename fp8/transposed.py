@@ -23,6 +23,11 @@ class KeptTranspose:
         self._turned: Quantized | None = None
         self._version = -1
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds now: nothing before the first use."""
+        return 0 if self._turned is None else self._turned.nbytes
+
     def of(self, weight: Weight) -> Quantized:
         """[..., D, F] of the weight's present values."""
         q, old = weight.q, self._turned
@@ -49,6 +54,11 @@ def keep_transposes(weights: Iterable[Weight]) -> None:
     """From now on these weights keep their transposes: those that something asks for."""
     for weight in weights:
         weight.kept_transpose = KeptTranspose()
+
+
+def kept_bytes(weights: Iterable[Weight]) -> int:
+    """What the kept transposes of these weights hold."""
+    return sum(weight.kept_transpose.nbytes for weight in weights if weight.kept_transpose is not None)
 
 
 def refresh_transposes(weights: Iterable[Weight]) -> None:

@@ -72,10 +72,14 @@ class ModelConfig:
         positive = (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
+            "routed_scaling_factor", "rms_norm_eps", "rope_theta", "max_position_embeddings", "initializer_range",
         )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) <= 0:
-                found.append(f"model.{name} = {getattr(self, name)} must be positive")
+        found += [f"model.{name} = {getattr(self, name)} must be positive" for name in positive if not getattr(self, name) > 0]
+        not_negative = (
+            "num_shared_experts", "mtp_loss_weight", "router_z_loss_weight", "aux_loss_weight", "bias_update_rate",
+            "head_z_loss_weight",
+        )  # fmt: skip
+        found += [f"model.{name} = {getattr(self, name)} must be at least 0" for name in not_negative if getattr(self, name) < 0]
         if found:
             return found
         divides("num_attention_heads", "num_key_value_heads")

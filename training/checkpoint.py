@@ -126,6 +126,7 @@ class Checkpointer:
         """At the end, whatever has happened: lets a save in the background finish."""
         if self._thread is not None:
             self._thread.join(self.config.faults.stop_within_s)
+        self._copy.close()
         if self._world.group is not None:
             dist.destroy_process_group(self._world.group)
         self._world = Axis.solo()  # a group that outlives the interpreter aborts the process

@@ -52,7 +52,7 @@ PANELS = (
     ),
     Panel(
         "memory", "Memory", "Memory", "By class on rank 0; the line is the allocator's peak since the last log.",
-        (r"memory/(weights|gradients|states|activations)_gb", "memory/allocated_gb"), "GB on rank 0", "stack",
+        (r"memory/(weights|transposes|gradients|states|activations)_gb", "memory/allocated_gb"), "GB on rank 0", "stack",
     ),
     Panel(
         "wire", "Wire", "Bytes on the wire", "What rank 0 sends in a step, by kind: payload with its scales.", (r"wire/.*_gb",),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fp8.optimizer import ROLES, AdamW, bytes_report
+from fp8.transposed import kept_bytes
 from parallel.mesh import Mesh
 
 GIB = 1 << 30
@@ -26,16 +27,15 @@ class Resources:
         """Values after step `step`.
 
         Returns:
-            "memory/CLASS_gb" of this process on the host, and of weights, gradients, optimizer states and, at their largest,
-            activations kept in FP8 for backward;
+            "memory/CLASS_gb" of this process on the host, and of weights, their kept transposes if there are any, gradients,
+            optimizer states and, at their largest, activations kept in FP8 for backward;
             "wire/KIND_gb" that this rank sent in a step, "wire_format/KIND/FORMAT_gb" of it in each format, and "wire_time/KIND_s"
             that it waited for them in this step, overlap with compute left out.
         """
-        held, steps = bytes_report(self.optimizer), max(step - self._last, 1)
-        states = sum(held[role] for role in ROLES)
+        held, steps = classes(self.optimizer), max(step - self._last, 1)
         account, traffic = self.model.stash.account, self.mesh.traffic
-        memory = {"weights": held["weight"], "gradients": held["grad"], "states": states, "activations": account.peak}
-        memory |= {"host": resident_bytes()}
+        memory = {("states" if name == "optimizer states" else name): size for name, size in held.items()}
+        memory |= {"activations": account.peak, "host": resident_bytes()}
         found = {f"memory/{name}_gb": size / 1e9 for name, size in memory.items()}
         found |= {f"wire/{kind}_gb": size / steps / 1e9 for kind, size in sorted(traffic.by_kind().items())}
         found |= {f"wire_format/{kind}/{fmt}_gb": size / steps / 1e9 for (kind, fmt), size in sorted(traffic.sent.items())}
@@ -44,26 +44,29 @@ class Resources:
         traffic.reset()
         return found
 
-
     def peak(self, device: torch.device) -> str:
         """Memory by class at its peak so far, in GiB, beside what BF16 training with FP32 AdamW holds before any activation."""
-        held, kept = bytes_report(self.optimizer), max(self._kept, self.model.stash.account.peak)
-        states = sum(held[role] for role in ROLES)
-        parts = {"weights": held["weight"], "gradients": held["grad"], "optimizer states": states, "activations kept": kept}
+        kept, parameters = max(self._kept, self.model.stash.account.peak), bytes_report(self.optimizer)["parameters"]
+        parts = classes(self.optimizer) | {"activations kept": kept}
         total = sum(parts.values())
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
             parts["everything else"], total = peak - total, peak
         text = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-        return f"{text} = {total / GIB:.2f} GiB; BF16 and FP32 AdamW: {BASELINE * held['parameters'] / GIB:.2f} without activations"
+        return f"{text} = {total / GIB:.2f} GiB; BF16 and FP32 AdamW: {BASELINE * parameters / GIB:.2f} without activations"
+
+
+def classes(optimizer: AdamW) -> dict[str, int]:
+    """Bytes that stay between steps, by what they are for; transposes where `fp8.keep_transposed` has made some."""
+    held, turned = bytes_report(optimizer), kept_bytes(optimizer.all_weights.values())
+    transposes = {"transposes": turned} if turned else {}
+    return {"weights": held["weight"], **transposes, "gradients": held["grad"], "optimizer states": sum(held[r] for r in ROLES)}
 
 
 def steady_state(optimizer: AdamW, device: torch.device) -> str:
     """What stays between steps, in GiB and bytes a parameter, beside what the allocator holds; for after the first step."""
-    held = bytes_report(optimizer)
-    states, parameters = sum(held[role] for role in ROLES), max(held["parameters"], 1)
-    total = held["weight"] + held["grad"] + states
-    text = f"weights {held['weight'] / GIB:.2f} + gradients {held['grad'] / GIB:.2f} + optimizer states {states / GIB:.2f}"
+    held, parameters = classes(optimizer), max(bytes_report(optimizer)["parameters"], 1)
+    total, text = sum(held.values()), " + ".join(f"{name} {size / GIB:.2f}" for name, size in held.items())
     text = f"{text} = {total / GIB:.2f} GiB, {total / parameters:.3f} bytes/parameter"
     if device.type == "cuda":
         allocated, card = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory

@@ -22,6 +22,7 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._preparing: threading.Thread | None = None
+        self._closed = False
 
     def prepare(self, shards: Mapping[str, Shard]) -> None:
         """Allocates the buffers of these shards in a thread of its own; the next `take` waits for it."""
@@ -32,6 +33,8 @@ class HostCopy:
     def _allocate(self, like: dict[str, Tensor]) -> None:
         try:
             for name, tensor in like.items():
+                if self._closed:
+                    return
                 self._buffer(name, tensor)
         except RuntimeError:
             pass  # no host memory: `take` meets it again, where a save can fail with a message
@@ -49,6 +52,12 @@ class HostCopy:
         if on_device:
             torch.cuda.current_stream().synchronize()
         return copies
+
+    def close(self) -> None:
+        """Ends the thread, after the buffer that it is at: inside torch when the interpreter ends, it would abort the process."""
+        self._closed = True
+        if self._preparing is not None:
+            self._preparing.join()
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         held = self._buffers.get(name)

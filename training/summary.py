@@ -5,6 +5,8 @@ from __future__ import annotations
 from glob import glob
 from pathlib import Path
 
+import torch
+
 from fp8.optimizer import ROLES, States
 from fp8.recipe import FORMATS, recipe_named
 from fp8.state_codecs import CODECS, codec_bytes
@@ -17,7 +19,9 @@ from training.states import gradient_format, optimizer_states
 from training.tokenizer import source_of
 
 
-def bytes_per_parameter(recipe_name: str, states: States | None = None, gradient: str = "fp32") -> dict[str, float]:
+def bytes_per_parameter(
+    recipe_name: str, states: States | None = None, gradient: str = "fp32", keep_transposed: bool = False
+) -> dict[str, float]:
     """Bytes of a matrix parameter over a whole run, by what they are for, shares of the scales included."""
     spec = recipe_named(recipe_name).weight
     weight = spec.dtype.itemsize + (4 / (spec.tile[0] * spec.tile[1]) if spec.tile and spec.tile[0] else 0)
@@ -25,7 +29,8 @@ def bytes_per_parameter(recipe_name: str, states: States | None = None, gradient
     held = {role: codec_bytes(CODECS[role][getattr(chosen, role)]) for role in ROLES}
     master = 0.0 if recipe_name == "fp32" else held["master"]  # an FP32 weight is its own master
     moments = held["exp_avg"] + held["exp_avg_sq"]
-    found = {"weight": weight, "gradient": FORMATS[gradient].itemsize, "master": master, "moments": moments}
+    turned = {"transpose": weight} if keep_transposed and spec.is_fp8 else {}
+    found = {"weight": weight, **turned, "gradient": FORMATS[gradient].itemsize, "master": master, "moments": moments}
     return {name: round(float(value), 4) for name, value in found.items()}
 
 
@@ -34,7 +39,8 @@ def describe(config: Config, world_size: int) -> str:
     counts = parameter_counts(config.model)
     flops = flops_per_token(config.model, config.data.seq_len)
     optim, level = config.optim, config.fp8.level
-    held = bytes_per_parameter(config.fp8.recipe, optimizer_states(optim, level), gradient_format(optim, level))
+    states, gradient = optimizer_states(optim, level), gradient_format(optim, level)
+    held = bytes_per_parameter(config.fp8.recipe, states, gradient, config.fp8.keep_transposed)
     stored = counts["total"] + counts["mtp"]
     dp = world_size // config.parallel.tp
     micro_batches = config.train.global_batch // (config.train.micro_batch * dp)
@@ -55,7 +61,11 @@ def describe(config: Config, world_size: int) -> str:
     if config.model == ModelConfig():
         size = f"{counts['total']:,} parameters"
         lines.append(f"note              no model.* key is set, so this is Ling-mini-2.0, the default ({size})")
-    notes = fit_note(optim, config.train.steps), *config.idle_keys(config.train.device)
+    device, here = config.train.device, ""
+    if device == "auto" and not torch.cuda.device_count():
+        device, here = "cpu", ", and this machine has no GPU"
+    idle = [f"{text}{here}" if text.endswith("on a CPU") else text for text in config.idle_keys(device)]
+    notes = fit_note(optim, config.train.steps), *idle
     lines += [f"note              {text}" for text in notes if text is not None]
     return "\n".join(lines + [f"not there yet     {what}" for what in missing_files(config)])
 

@@ -50,6 +50,23 @@ def test_flops_agree_with_the_published_log() -> None:
     assert flops_per_token(MINI, 4096) / 1e9 == pytest.approx(7.67, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    "name", ["rope_theta", "rms_norm_eps", "initializer_range", "max_position_embeddings", "routed_scaling_factor", "hidden_size"]
+)
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_numbers_that_would_make_nan_are_refused(name: str, value: float) -> None:
+    assert ModelConfig(**{name: value}).problems() == [f"model.{name} = {value} must be positive"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_shared_experts", "mtp_loss_weight", "router_z_loss_weight", "aux_loss_weight", "bias_update_rate", "head_z_loss_weight"],
+)
+def test_weights_of_losses_may_be_zero_but_not_negative(name: str) -> None:
+    assert not ModelConfig(**{name: 0}).problems()
+    assert ModelConfig(**{name: -1}).problems() == [f"model.{name} = -1 must be at least 0"]
+
+
 def test_wrong_sizes_are_named_with_both_numbers() -> None:
     bad = ModelConfig(num_attention_heads=6, num_key_value_heads=4, num_experts=30, n_group=8)
     text = "\n".join(bad.problems())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 import train
 from tests.training.runs import losses
+from training.errors import UserError
+from training.snapshot import HostCopy
 
 
 def call_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
@@ -132,3 +136,52 @@ def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("training.command_line.load_config", interrupted)
     assert train.main(["--config", "configs/tiny.yaml", "--dry-run"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_dry_run_counts_kept_transposes(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for value in ("false", "true"):
+        assert train.main(["--config", str(base / "run.yaml"), "--dry-run", f"fp8.keep_transposed={value}"]) == 0
+        said.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("bytes/parameter")))
+    assert "transpose" not in said[0] and "= 17.0002;" in said[0]
+    assert "1.0002 weight + 1.0002 transpose + " in said[1] and "= 18.0004;" in said[1]
+
+
+def test_keys_for_gpus_are_noted_where_a_run_would_find_none(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """train.device=auto is what a run on this machine would take."""
+    args = ["--config", str(base / "run.yaml"), "--dry-run", "train.device=auto", "optim.offload=true"]
+    for gpus in (0, 1):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert train.main(args) == 0
+        said = "optim.offload is for GPUs: it changes nothing on a CPU, and this machine has no GPU"
+        assert (said in capsys.readouterr().out) == (not gpus)
+
+
+def test_a_run_that_is_refused_while_memory_is_being_pinned_leaves_no_thread(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread inside torch when the interpreter ends would end the process with SIGABRT instead of status 2."""
+
+    def refuse(*_: object) -> None:
+        raise UserError("cannot write")
+
+    original, made = HostCopy._buffer, []
+
+    def slow(copy: HostCopy, name: str, like: torch.Tensor) -> torch.Tensor:
+        made.append(name)
+        time.sleep(0.2)
+        return original(copy, name, like)
+
+    monkeypatch.setattr(HostCopy, "_buffer", slow)
+    for where in ("training.metrics.Metrics.start", "train.compare_replicas"):  # before the first step, and after it
+        with monkeypatch.context() as patch:
+            patch.setattr(where, refuse)
+            made.clear()
+            assert train.main(["--config", str(base / "run.yaml"), f"run.dir={tmp_path}/{where}"]) == 2
+        assert "error: cannot write" in capsys.readouterr().err
+        assert made and not [thread for thread in threading.enumerate() if thread.name == "pinning"]
+        before = len(made)
+        time.sleep(0.3)
+        assert len(made) == before

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8.optimizer import PRESETS, AdamW, States, bytes_report
+from fp8.optimizer import PRESETS, ROLES, AdamW, States, bytes_report
 from fp8.recipe import Recipe
+from fp8.transposed import keep_transposes
 from fp8.weight import Piece, Weight, weights
 from model.loss import count_valid
 from model.transformer import initial_values
@@ -19,7 +20,7 @@ from tests.model.tiny import batch, build
 from training.checkpoint import Checkpointer, load_masters
 from training.config import CheckpointConfig, Config, RunConfig, load_config
 from training.errors import UserError
-from training.resources import Resources
+from training.resources import Resources, steady_state
 from training.run_state import whole_checkpoints
 from training.shards import Shard, read_shards, write_shards
 from training.start import set_gradient_format
@@ -194,3 +195,19 @@ def test_peak_by_class_adds_up_and_names_what_bf16_training_would_hold(tmp_path:
     assert set(sizes) == {"weights", " gradients", " optimizer states", " activations kept"}
     assert abs(sum(sizes.values()) - float(total)) < 0.03
     assert abs(float(baseline) - 16 * report["parameters"] / 2**30) < 0.01
+
+
+def test_kept_transposes_are_a_class_of_memory_of_their_own(tmp_path: Path) -> None:
+    run = Run(tmp_path, PRESETS["lean"])
+    without = steady_state(run.optimizer, torch.device("cpu"))
+    keep_transposes(weight for _, weight in weights(run.model))
+    resources = Resources(run.model, run.optimizer, Mesh.solo(), 0)
+    assert "memory/transposes_gb" not in resources.read(0) and steady_state(run.optimizer, torch.device("cpu")) == without
+    run.steps(1, 1)
+    turned = sum(w.kept_transpose.of(w).nbytes for _, w in weights(run.model) if w.data.dim() > 1 and w.scale_inv is not None)
+    assert resources.read(1)["memory/transposes_gb"] * 1e9 == pytest.approx(turned)
+    report = bytes_report(run.optimizer)
+    held = turned + sum(report[name] for name in ("weight", "grad", *ROLES))
+    for text in (steady_state(run.optimizer, torch.device("cpu")), resources.peak(torch.device("cpu"))):
+        assert " + transposes " in text
+    assert f"{held / report['parameters']:.3f} bytes/parameter" in steady_state(run.optimizer, torch.device("cpu"))
