@@ -28,7 +28,7 @@ def reduced(grads_NF: Tensor, mu: float) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_22_gradients_of_one_sign_do_not_saturate_at_the_first_mu(n: int) -> None:
+def test_gradients_of_one_sign_do_not_saturate_at_the_first_mu(n: int) -> None:
     """Nothing is lost up to 16 ranks. Then a rank's code is half a step of the sum or less: what it adds is rounded away."""
     got, _ = reduced(torch.full((n, 256), 448.0), AutoScale(n).mu.item())
     assert got.isfinite().all()

@@ -37,7 +37,7 @@ def reduced(grads_NF: Tensor, seed: int | None = None) -> Tensor:
 
 class TestError:
     @pytest.mark.parametrize("seed", [None, 7], ids=["nearest", "stochastic"])
-    def test_22_error_against_the_float64_mean_is_independent_of_the_number_of_ranks(self, seed: int | None) -> None:
+    def test_error_against_the_float64_mean_is_independent_of_the_number_of_ranks(self, seed: int | None) -> None:
         """One rounding on the way (whose errors average like the gradients do) and one of the sum."""
         found = []
         for n in RANKS:
@@ -49,7 +49,7 @@ class TestError:
         assert max(found) < 1.1 * bound and max(found) / min(found) < 1.1, found
 
     @pytest.mark.parametrize("n", RANKS)
-    def test_22_gradients_of_one_sign_do_not_saturate(self, n: int) -> None:
+    def test_gradients_of_one_sign_do_not_saturate(self, n: int) -> None:
         """All ranks at the top of their tiles: the sum is n times 448, and has a scale of its own."""
         for top in (448.0, 447.0 * 2.0**30, 1.75 * 2.0**-100):
             grads = torch.full((n, 256), top)
@@ -59,7 +59,7 @@ class TestError:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("seed", [None, 7], ids=["nearest", "stochastic"])
-    def test_4_what_is_not_finite_arrives_as_nan(self, bad: float, seed: int | None) -> None:
+    def test_what_is_not_finite_arrives_as_nan(self, bad: float, seed: int | None) -> None:
         grads = torch.ones(4, 512)
         grads[2, 200] = bad
         got = reduced(grads, seed)
@@ -142,7 +142,7 @@ def by_rank(request: pytest.FixtureRequest) -> list[dict]:
 
 @pytest.mark.distributed
 class TestFourRanks:
-    def test_21_the_same_bits_on_all_ranks_owners_included(self, by_rank: list[dict]) -> None:
+    def test_the_same_bits_on_all_ranks_owners_included(self, by_rank: list[dict]) -> None:
         for seen in by_rank:
             for name in ("a", "b", "norm"):
                 assert seen["bits 0"][name] == seen["bits 1"][name] == by_rank[0]["bits 0"][name], name
@@ -155,7 +155,7 @@ class TestFourRanks:
                 want = sum(gradient(name, r, got.shape).double() for r in ranks)
                 assert ((got - want).norm() / want.norm()).item() < 2 * RMS * 1.3, name
 
-    def test_4_every_rank_sees_the_inf_of_one(self, by_rank: list[dict]) -> None:
+    def test_every_rank_sees_the_inf_of_one(self, by_rank: list[dict]) -> None:
         assert all(seen["norm"] != seen["norm"] for seen in by_rank)
 
     def test_only_fp8_travels_and_every_byte_is_counted(self, by_rank: list[dict]) -> None:

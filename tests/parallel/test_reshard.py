@@ -105,7 +105,7 @@ def test_resharded_resume_on_4_2_1_and_4_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_31_states_reshard_to_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_states_reshard_to_other_numbers_of_ranks(tmp_path: Path) -> None:
     """FP8 moments and fp16 masters with their scales, and mu: trained by 4 owners, then 2, 4 under tp and ep, 3, and one process.
 
     Every leg loads and saves; in the end each byte of each state is what the first leg wrote, and one more step is the same.
@@ -132,7 +132,7 @@ def test_31_states_reshard_to_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("recipe", ["tensorwise_current", "auto"])
-def test_28_loaded_shards_have_the_scales_of_what_was_loaded(recipe: str, tmp_path: Path) -> None:
+def test_loaded_shards_have_the_scales_of_what_was_loaded(recipe: str, tmp_path: Path) -> None:
     """One scale of several owners, and formats that were chosen, come with the masters; ranks had zeros before."""
     torch.set_num_threads(1)
     still = dict(recipe=recipe, first=2, last=2, source="a")

@@ -47,7 +47,7 @@ class TestTwoRanks:
             assert got["losses"] == want["losses"] and got["norms"] == want["norms"] and got["choices"] == want["choices"]
             assert got["weights"] == want["weights"] and got["scales"] == want["scales"]
 
-    def test_26_each_forward_uses_this_steps_weights_of_every_owner(self, two: dict) -> None:
+    def test_each_forward_uses_this_steps_weights_of_every_owner(self, two: dict) -> None:
         for run, by_rank in two.items():
             if run.tp == run.ep == 1:
                 assert by_rank[0]["weights"] == by_rank[1]["weights"] and by_rank[0]["scales"] == by_rank[1]["scales"], run
@@ -68,7 +68,7 @@ class TestTwoRanks:
             assert sum(seen["owned"] for seen in two[run]) == whole["owned"]
             assert all(0.4 < seen["owned"] / whole["owned"] < 0.6 for seen in two[run]), run
 
-    def test_25_weights_travel_as_fp8_with_their_scales(self, two: dict) -> None:
+    def test_weights_travel_as_fp8_with_their_scales(self, two: dict) -> None:
         """One byte a parameter and 4 / 128^2 for the scale; only norms and router are FP32."""
         for seen in two[Run(1, wire="fp8")]:
             sent = seen["sent"]
@@ -160,13 +160,13 @@ def random_orders(rank: int, size: int) -> tuple[list[int], bool]:
 
 
 @pytest.mark.distributed
-def test_26_layers_in_random_order_read_this_steps_weights() -> None:
+def test_layers_in_random_order_read_this_steps_weights() -> None:
     """The gather runs under forward; each rank runs its layers in an order of its own."""
     assert run_ranks(2, random_orders) == [([], True), ([], True)]
 
 
 @pytest.mark.distributed
-def test_27_resume_is_bitwise(tmp_path: Path) -> None:
+def test_resume_is_bitwise(tmp_path: Path) -> None:
     """With sharded FP8 states; FP8 gradients rounded stochastically, or under FP8-LM's mu, which the checkpoint keeps."""
     runs = []
     for options in (dict(zero=1, wire="fp8", rounding="stochastic"), dict(zero=2, wire="fp8_lm")):
@@ -179,7 +179,7 @@ def test_27_resume_is_bitwise(tmp_path: Path) -> None:
 
 
 class TestCuts:
-    def test_23_cuts_fall_between_blocks_and_experts(self) -> None:
+    def test_cuts_fall_between_blocks_and_experts(self) -> None:
         block = Recipe.block()
         bag = [Weight(640, 128, recipe=block), Weight(128, 256, recipe=block), Weight(3, 256, 128, recipe=block, expert=True)]
         for n in (1, 2, 3, 4, 7, 64):

@@ -100,7 +100,7 @@ def on_ranks(rank: int, size: int, how: str) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["nan in micro-batch 0", "inf in micro-batch 1", "spike"])
-def test_4_a_bad_step_moves_nothing_anywhere_and_leaves_no_trace(how: str) -> None:
+def test_a_bad_step_moves_nothing_anywhere_and_leaves_no_trace(how: str) -> None:
     """The step after it is bit for bit that of a run which never had it: no sum, no gradient and no mu is left behind."""
     for by_rank in zip(*run_ranks(2, on_ranks, how), strict=True):
         for seen in by_rank:

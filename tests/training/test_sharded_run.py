@@ -16,7 +16,7 @@ from training.run_state import whole_checkpoints
 
 
 @pytest.mark.distributed
-def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> None:
+def test_resume_with_everything_sharded(base: Path, tmp_path: Path) -> None:
     """6 steps at once, and 3 + 3 with another process in between: the same losses bit for bit. Wires are the defaults.
 
     The parts keep their transposes, of weights that arrive under the next forward.
@@ -44,7 +44,7 @@ def test_27_29_resume_with_everything_sharded(base: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.distributed
-def test_27_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path) -> None:
+def test_the_automatic_factor_is_in_the_checkpoint(base: Path, tmp_path: Path) -> None:
     options = [
         "parallel.grad_wire=fp8_lm",
         "eval.samples=0",
@@ -82,7 +82,7 @@ def test_a_run_of_simulated_ranks_is_the_run_of_so_many(base: Path, tmp_path: Pa
 
 
 @pytest.mark.distributed
-def test_27_a_resume_under_auto_has_the_formats_that_were_chosen(base: Path, tmp_path: Path) -> None:
+def test_a_resume_under_auto_has_the_formats_that_were_chosen(base: Path, tmp_path: Path) -> None:
     """Formats change at step 3, after the resume; two owners, the default wires."""
     options = ["fp8.recipe=auto", "fp8.auto.every=2", "eval.samples=0", "optim.schedule=constant", "optim.warmup_steps=0"]
     options += ["checkpoint.every=2", "fp8.health_every=0", "faults.compare_every=1"]
