@@ -12,7 +12,6 @@ signal, after saving (docs/reliability.md).
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack, closing
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: idle OpenMP threads sleep instead of spinning
@@ -37,7 +36,7 @@ from training.evaluate import evaluate
 from training.faults import Guard, slowest, unhealthy, worst_of
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import packed_path
-from training.process import admit, choose_device, gather, make_deterministic
+from training.process import admit, choose_device, gather, leave, make_deterministic
 from training.profile import ProfileWindow
 from training.recovery import recover
 from training.replicas import compare_replicas
@@ -267,4 +266,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

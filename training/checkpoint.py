@@ -30,7 +30,7 @@ from training.config import Config
 from training.errors import UserError
 from training.masters import is_fp8_state, tensors
 from training.masters import load_masters as load_masters  # its other way to be read
-from training.process import gather
+from training.process import SAVING, gather
 from training.run_state import RunState, Warn, resume_from
 from training.shards import Shard, ShardError, read_shards, tensor_names, write_shards
 from training.snapshot import HostCopy
@@ -87,7 +87,8 @@ class Checkpointer:
         if wait:
             self._write(final, state, shards)
         else:
-            self._thread = threading.Thread(target=self._write_aside, args=(final, state, self._copy.take(shards)), daemon=True)
+            job = final, state, self._copy.take(shards)
+            self._thread = threading.Thread(target=self._write_aside, args=job, daemon=True, name=SAVING)
             self._thread.start()
         return final
 

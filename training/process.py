@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import sys
+import threading
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,20 @@ from fp8.hardware import machine_of
 from parallel.mesh import Axis
 from training.config import Config, TrainConfig
 from training.errors import UserError
+
+SAVING = "saving"  # the thread that writes a checkpoint in the background
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with `status`, also while a save in the background takes longer than the end of its run may wait for it.
+
+    That thread is inside torch, and would end the process with SIGABRT if the interpreter were torn down under it.
+    """
+    if any(thread.name == SAVING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.dtype]:

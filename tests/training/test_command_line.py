@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import train
+from tests.helpers import ROOT
 from tests.training.runs import losses
 from training.errors import UserError
 from training.snapshot import HostCopy
@@ -185,3 +187,22 @@ def test_a_run_that_is_refused_while_memory_is_being_pinned_leaves_no_thread(
         before = len(made)
         time.sleep(0.3)
         assert len(made) == before
+
+
+def test_a_save_that_outlasts_its_run_does_not_change_the_status() -> None:
+    """Ten threads multiply while the interpreter would end: without `leave` the process aborts."""
+    code = """
+import sys, threading, time
+import torch
+from training.process import SAVING, leave
+def work():
+    while True:
+        torch.mm(torch.ones(99, 99), torch.ones(99, 99))
+for _ in range(10):
+    threading.Thread(target=work, daemon=True, name=SAVING).start()
+time.sleep(0.2)
+print("last words", end="")
+leave(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "last words", "")
