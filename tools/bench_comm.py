@@ -10,11 +10,10 @@ Shapes: T tokens a rank, D features, E experts, k experts a token, n ranks, M ro
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,7 +31,10 @@ from parallel.mesh import build_mesh, close_mesh
 from parallel.payload import RowFormat, pack, sum_packed, unpack
 from parallel.send_plan import order_ref, own_slots, slot_bytes
 from tools import bench_wire
+from tools.arguments import add_out, at_least, make_parser, write_json
 from tools.bench_kernels import Timer
+from tools.output import need_gpu
+from training.errors import UserError
 
 # bytes per second and direction of one rank: NVLink as NCCL's all-to-all of 256 MB uses it on H200, and two network cards
 WIRES = {"NVLink 250 GB/s": 250e9, "400 Gb/s": 50e9, "100 Gb/s": 12.5e9}
@@ -220,25 +222,36 @@ def show(legs: list[Leg]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="tools.bench comm", description=__doc__)
-    parser.add_argument("--model", action="store_true", help="one GPU: wire times computed from bandwidths")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--params", type=int, nargs="+", default=[1 << 24, 1 << 28], help="gradients and weights")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="ep sizes, with --model")
-    parser.add_argument("--tp", type=int, nargs="+", default=[2], help="tp sizes, with --model")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--topk-groups", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser, whole = make_parser("bench comm", __doc__), at_least(1)
+    parser.add_argument("--model", action="store_true", help="one process: wire times computed from bandwidths")
+    parser.add_argument("--tokens", type=whole, nargs="+", help="of a rank; 4096 16384 65536, without a GPU 256")
+    size = f"parameters: multiples of {BLOCK} x ranks, under torchrun {bench_wire.UNIT} x ranks; two sizes, without a GPU one small"
+    parser.add_argument("--params", type=whole, nargs="+", help=f"of gradients and weights, {size}")
+    parser.add_argument("--ranks", type=at_least(2), nargs="+", default=[2, 8], help="ep sizes, with --model")
+    parser.add_argument("--tp", type=at_least(2), nargs="+", default=[2], help="tp sizes, with --model")
+    parser.add_argument("--hidden", type=whole, default=2048, help="features of a token")
+    parser.add_argument("--experts", type=whole, default=256, help="of all ranks")
+    parser.add_argument("--topk", type=whole, default=8, help="experts of a token")
+    parser.add_argument("--groups", type=whole, default=8, help="of experts")
+    parser.add_argument("--topk-groups", type=whole, default=4, help="from which a token's experts come")
+    parser.add_argument("--rounds", type=whole, default=15, help="of which the median counts")
     parser.add_argument("--peer-copies", action="store_true", help="under torchrun: parallel.peer_copies's way for gathered rows")
-    parser.add_argument("--out", help="also write the rows to this JSON file")
+    add_out(parser)
     args = parser.parse_args(argv)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if not args.model and world < 2:
+        raise UserError("start it with torchrun --nproc-per-node 2 (or more) -m tools.bench comm, or give --model")
+    if args.peer_copies and not args.model:
+        need_gpu("--peer-copies")
+    big, unit = torch.cuda.is_available(), BLOCK if args.model else bench_wire.UNIT
+    ranks = args.ranks if args.model else [world]
+    args.tokens = args.tokens or ([4096, 16384, 65536] if big else [256])
+    args.params = args.params or ([1 << 24, 1 << 28] if big else [math.lcm(*ranks) * bench_wire.UNIT])
+    bench_wire.check_sizes(args, ranks, unit)
     torch.manual_seed(0)
     legs = on_one(args) if args.model else on_all(args)
-    if args.out and int(os.environ.get("RANK", "0")) == 0:
-        Path(args.out).write_text(json.dumps([asdict(x) for x in legs], indent=1))
+    if int(os.environ.get("RANK", "0")) == 0:
+        write_json(args.out, [asdict(x) for x in legs])
 
 
 def on_one(args: argparse.Namespace) -> list[Leg]:

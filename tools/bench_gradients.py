@@ -12,7 +12,6 @@ does not do it by the arithmetic of single steps.
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -24,6 +23,7 @@ from fp8.weight import weights
 from model.loss import count_valid
 from model.router import routers
 from model.transformer import Transformer
+from tools.arguments import at_least, make_parser, names
 from tools.bench_operands import batch_of, error
 from tools.generate import load
 from training.errors import UserError
@@ -71,16 +71,15 @@ def compare(got: Gradients, want: Gradients) -> dict[str, tuple[float, float, fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.bench gradients", description=__doc__.splitlines()[0])
+    parser = make_parser("bench gradients", __doc__)
     parser.add_argument("--run", required=True, help="a trained run, or one of its checkpoints")
-    parser.add_argument("--recipes", default="bf16,block")
-    parser.add_argument("--batches", type=int, default=16, help="of training text")
-    parser.add_argument("--sequences", type=int, default=4, help="in a batch")
+    parser.add_argument("--recipes", type=names, default="bf16,block", help="names with commas between them; fp32 is always there")
+    parser.add_argument("--batches", type=at_least(1), default=16, help="of training text")
+    parser.add_argument("--sequences", type=at_least(1), default=4, help="in a batch")
     parser.add_argument("--data", help="where its packed text lies now")
     parser.add_argument("--tokenizer", help="where its tokenizer lies now")
     args = parser.parse_args(argv)
-    recipes = args.recipes.split(",")
-    if unknown := [name for name in recipes if name not in RECIPES]:
+    if unknown := [name for name in args.recipes if name not in RECIPES]:
         raise UserError(f"--recipes: {', '.join(unknown)} is none of {', '.join(RECIPES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     train, validation = batches("train"), batches("validation")
     results: dict[str, tuple[float, Gradients]] = {}
-    for name in (REFERENCE, *(r for r in recipes if r != REFERENCE)):
+    for name in (REFERENCE, *(r for r in args.recipes if r != REFERENCE)):
         model, _ = load(args.run, name, args.tokenizer, device)
         loss, gradients = loss_of(model, validation), gradients_of(model, train)
         results[name] = loss, gradients

@@ -8,7 +8,6 @@ over this run's copy rate. Quantise kernels are given as bytes read and written 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
@@ -22,7 +21,9 @@ import torch.nn.functional as F
 from fp8.grouped_gemm import Groups, grouped_gemm_nt, grouped_wgrad, make_groups
 from fp8.quantize import quantize, quantize_both, quantize_t, requantize_t, retile_t, transpose
 from fp8.recipe import Spec
+from tools.arguments import add_out, at_least, make_parser, write_json
 from tools.output import need_gpu
+from training.errors import UserError
 
 ROW, BLOCKS = Spec("e4m3", (1, 128), "block"), Spec("e4m3", (128, 128), "block")
 TOP_K = 8
@@ -68,11 +69,18 @@ class Timer:
 
 
 def read_routing(paths: list[Path]) -> dict[int, list[int]]:
-    """{number of experts: tokens of each} from runs' metrics.jsonl: the last step logged, the layer of median imbalance."""
+    """{number of experts: tokens of each} from runs' metrics.jsonl: the last step logged, the layer of median imbalance.
+
+    Raises:
+        UserError: a file holds no such tables.
+    """
     found = {}
     for path in paths:
-        tables = [json.loads(line).get("detail", {}).get("load") for line in path.read_text().splitlines()]
-        layers = sorted([t for t in tables if t][-1].values(), key=lambda counts: max(counts) / sum(counts))
+        try:
+            tables = [json.loads(line).get("detail", {}).get("load") for line in path.read_text().splitlines()]
+            layers = sorted([t for t in tables if t][-1].values(), key=lambda counts: max(counts) / sum(counts))
+        except (OSError, ValueError, IndexError) as error:
+            raise UserError(f"--routing {path} has no expert loads of a run: {error}") from error
         found[len(layers[0])] = layers[len(layers) // 2]
     return found
 
@@ -197,15 +205,19 @@ def print_rows(results: list[Result]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench kernels", description=__doc__.split("\n")[0])
-    parser.add_argument("--experts", type=int, nargs="+", default=[256, 64, 32])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
-    parser.add_argument("--groups", nargs="+", default=["even", "skewed"], choices=["even", "skewed", "routed"])
+    parser = make_parser("bench kernels", __doc__)
+    parser.add_argument("--experts", type=at_least(1), nargs="+", default=[256, 64, 32], help="numbers of experts")
+    parser.add_argument("--tokens", type=at_least(1), nargs="+", default=[4096, 16384, 65536], help="each goes to 8 experts")
+    kinds = ["even", "skewed", "routed"]
+    parser.add_argument("--groups", nargs="+", default=kinds[:2], choices=kinds, help="how rows spread over the experts")
     parser.add_argument("--routing", type=Path, nargs="+", default=[], help="metrics.jsonl of runs, for --groups routed")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="write all results here as JSON")
+    parser.add_argument("--rounds", type=at_least(1), default=10, help="of which the median counts")
+    add_out(parser)
     args = parser.parse_args(argv)
     need_gpu("tools.bench kernels")
+    routing = read_routing(args.routing)
+    if "routed" in args.groups and (missing := [n for n in args.experts if n not in routing]):
+        raise UserError(f"--groups routed needs --routing with the metrics of runs with {', '.join(map(str, missing))} experts")
     torch.manual_seed(0)
     timer = Timer(args.rounds)
     copy_rate = measure_copy(timer)
@@ -214,7 +226,6 @@ def main(argv: list[str]) -> None:
     print(f"{'case':34} {'kernel':24} {'us':>8} {'real':>6} {'padded':>6} {'/bf16':>6} {'roof':>5}")
     results = bench_quantise(timer, 147456, 2048, 256, copy_rate)
     print_rows(results)
-    routing = read_routing(args.routing)
     for experts, tokens, kind in product(args.experts, args.tokens, args.groups):
         counts = draw_counts(experts, tokens * TOP_K, kind, routing)
         for n, k in WEIGHTS:
@@ -222,6 +233,5 @@ def main(argv: list[str]) -> None:
             print_rows(case)
             results += case
             torch.cuda.empty_cache()
-    if args.out:
-        report = {"device": name, "torch": torch.__version__, "copy_bytes_per_s": copy_rate}
-        args.out.write_text(json.dumps({**report, "results": [asdict(r) for r in results]}, indent=1))
+    report = {"device": name, "torch": torch.__version__, "copy_bytes_per_s": copy_rate}
+    write_json(args.out, {**report, "results": [asdict(r) for r in results]})

@@ -9,8 +9,6 @@ what is timed, as in a step of many micro-batches.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +16,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fp8.recipe import Recipe
 from fp8.transposed import keep_transposes, refresh_transposes
 from fp8.weight import Weight, weights
 from model.attention import Context
 from model.config import ModelConfig
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh
+from tools.arguments import (
+    RECIPES_HELP,
+    STAGES,
+    add_out,
+    at_least,
+    contender,
+    make_parser,
+    possible,
+    recipe_of,
+    refuse_repeated,
+    write_json,
+)
 from tools.output import need_gpu
 from tools.roofline import copy_rate, part_seconds
 
@@ -32,15 +41,9 @@ Run = Callable[[], Tensor]  # forward; returns what backward starts from
 PARTS = ("attention", "dense", "moe", "layer", "head")
 
 
-def contender(name: str) -> tuple[Recipe, bool]:
-    """(recipe, whether its weights keep their transposes) of `block`, `block+kept`, `bf16`."""
-    base, plus, _ = name.partition("+kept")
-    return getattr(Recipe, base)(), bool(plus)
-
-
 def build(config: ModelConfig, name: str, stage: int) -> Transformer:
-    """A model on the GPU with its initial values, without optimizer; `name` as for `contender`."""
-    recipe, kept = contender(name)
+    """A model on the GPU with its initial values, without optimizer; `name` as for `recipe_of`."""
+    recipe, kept = recipe_of(name)
     with torch.device("cuda"):
         model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
     if kept:
@@ -150,19 +153,20 @@ def print_kernels(result: dict[str, object], limit: int = 14) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--stage", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser = make_parser("bench layer", __doc__)
+    parser.add_argument("--batch", type=at_least(1), default=4, help="sequences")
+    parser.add_argument("--seq", type=at_least(1), default=4096, help="tokens of a sequence")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="of which the median counts")
+    parser.add_argument("--stage", type=int, choices=STAGES, default=0, help="of activations (fp8.activations)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured, in turn")
+    parser.add_argument("--recipes", type=contender, nargs="+", default=["block", "bf16"], help=RECIPES_HELP)
+    parser.add_argument("--chunk", type=at_least(1), default=4096, help="tokens whose logits exist at once")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="folder for a trace of each part; prints its kernels' shares")
+    add_out(parser)
     args = parser.parse_args(argv)
     need_gpu("tools.bench layer")
-    config = ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk)
+    refuse_repeated("--recipes", args.recipes)
+    config = possible(ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk))
     models = {name: build(config, name, args.stage) for name in args.recipes}
     results: list[dict[str, object]] = []
     rate = copy_rate()
@@ -179,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
         for recipe, model in models.items():
             forward, backward, total = (statistics.median(column) for column in zip(*times[recipe], strict=True))
             replayed = graphed(model, *runs[recipe], args.rounds)
-            fp8 = contender(recipe)[0].is_fp8
+            fp8 = recipe_of(recipe)[0].is_fp8
             floor = 1e3 * part_seconds(config, name, args.batch * args.seq, args.seq, fp8, rate)
             print(f"{name:<12}{recipe:<12}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}{floor / replayed:10.0%}")
             row: dict[str, object] = {"part": name, "recipe": recipe, "forward_ms": forward, "backward_ms": backward, "ms": total}
@@ -193,5 +197,4 @@ def main(argv: list[str] | None = None) -> None:
         for model in models.values():
             for _, weight in weights(model):
                 weight.main_grad = None
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+    write_json(args.out, results)

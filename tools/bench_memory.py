@@ -12,7 +12,6 @@ figures also come from the allocator. The references that a CPU runs hold dequan
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -28,13 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8.recipe import recipe_named
+from fp8.recipe import RECIPES, recipe_named
 from model.config import ModelConfig
 from model.loss import count_valid
 from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh, build_mesh, close_mesh
+from tools.arguments import STAGES, add_out, at_least, make_parser, model_of, possible, write_json
 from tools.memory_account import LiveBytes, allocated
 from tools.output import need_gpu
+from training.errors import UserError
 
 # Ling-mini's proportions at a quarter of its width; 512 tokens.
 SMALL = ModelConfig(
@@ -42,7 +43,6 @@ SMALL = ModelConfig(
     intermediate_size=1280, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=128, n_group=4, topk_group=2,
     max_position_embeddings=4096, initializer_range=0.02, loss_chunk=512,
 )  # fmt: skip
-STAGES = (0, 1, 2, 3, 4)
 PER_LAYER = (("bf16", 0), ("block", 0), ("block", 1), ("block", 2), ("block", 3))  # recipe, stage; the first is the yardstick
 
 
@@ -231,43 +231,38 @@ def cube(config: ModelConfig, batch: int, seq_len: int, stage: int) -> dict[str,
 
 def main(argv: list[str]) -> None:
     """Prints the tables; --out writes every number as JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("bench memory", __doc__)
     parser.add_argument("--config", help="take the model of this run; by default a small one, on a GPU Ling-mini's")
-    parser.add_argument("--layers", type=int, help="layers of the model, the dense ones included")
-    parser.add_argument("--recipe", default="block")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=at_least(1), help="layers of the model, the dense ones included")
+    parser.add_argument("--recipe", choices=RECIPES, default="block", help="fp8.recipe")
+    parser.add_argument("--batch", type=at_least(1), default=1, help="sequences")
+    parser.add_argument("--seq-len", type=at_least(1), default=512, help="tokens of a sequence")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
     parser.add_argument("--sequence-parallel", action="store_true", help="also the 2 x 2 x 2 table, on two CPU ranks")
-    parser.add_argument("--stage", type=int, default=4, help="stage of the 2 x 2 x 2 table")
+    parser.add_argument("--stage", type=int, choices=STAGES[1:], default=4, help="stage of the 2 x 2 x 2 table")
     parser.add_argument("--per-layer", action="store_true", help="one MoE layer, FP8 by stage against BF16, instead of the tables")
-    parser.add_argument("--out", type=Path)
+    add_out(parser)
     args = parser.parse_args(argv)
     if args.device != "cpu":
         need_gpu(f"--device {args.device}")
     # on a GPU Ling-mini's layers, with a vocabulary that is quicker to initialise
     config = SMALL if args.device == "cpu" else replace(ModelConfig(), num_hidden_layers=3, vocab_size=16384)
     if args.config:
-        from training.config import load_config  # needs pydantic, which the built-in model does without
-
-        config = load_config(args.config).model
+        config = model_of(args.config)
     if args.layers:
-        config = replace(config, num_hidden_layers=args.layers)
+        config = possible(replace(config, num_hidden_layers=args.layers))
     device, num_tokens = torch.device(args.device), args.batch * args.seq_len
+    if args.sequence_parallel and num_tokens % 2:
+        raise UserError(f"--sequence-parallel: two ranks cannot share {args.batch} x {args.seq_len} tokens evenly")
     recipe = "block against bf16" if args.per_layer else args.recipe
     print(f"{device}, torch {torch.__version__}, {recipe}: {config.num_hidden_layers} layers, {num_tokens} tokens")
     if args.per_layer:
         layer = per_layer(config, args.batch, args.seq_len, device)
         print_per_layer(layer)
-        if args.out:
-            args.out.write_text(json.dumps(layer), encoding="utf-8")
-        return
+        return write_json(args.out, layer)
     rows = stage_table(config, args.recipe, args.batch, args.seq_len, device)
     print_stages(rows, num_tokens)
     table = cube(config, args.batch, args.seq_len, args.stage) if args.sequence_parallel else {}
     if table:
         print_cube(table)
-    if args.out:
-        args.out.write_text(json.dumps({"stages": rows, "cube": {k: asdict(v) for k, v in table.items()}}), encoding="utf-8")
+    write_json(args.out, {"stages": rows, "cube": {k: asdict(v) for k, v in table.items()}})

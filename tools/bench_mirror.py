@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import collectives
-from parallel.mesh import WIRES, Axis, Mesh, build_mesh
+from parallel.mesh import Axis, Mesh
 from parallel.shard import ALIGN, Group, copy_bytes, places_of
 from parallel.traffic import FORMAT_NAMES, Traffic
-from training.config import ParallelConfig
 
 
 class _Done:
@@ -78,18 +77,3 @@ def mirrored() -> Iterator[None]:
     module = SimpleNamespace(**names, all_reduce=_keep, all_to_all_single=_exchange)
     with patch.multiple(collectives, dist=module, _gather=_repeat, _scatter=_first), patch.object(Group, "send", _send_weights):
         yield
-
-
-def layout_named(text: str, device: torch.device, mirror: int = 0) -> tuple[Mesh, ParallelConfig]:
-    """`solo`, or keys of the `parallel` section: `ep=2,zero=1`; of `mirror` ranks that are not there."""
-    if text == "solo":
-        return Mesh.solo(), ParallelConfig()
-    given = dict(part.split("=") for part in text.split(","))
-    kinds = {name: type(getattr(ParallelConfig(), name)) for name in given}
-    as_bool = {"true": True, "false": False}
-    values = {name: as_bool[value] if kinds[name] is bool else kinds[name](value) for name, value in given.items()}
-    p = ParallelConfig(**values)
-    if mirror:
-        return mirror_mesh(mirror, p.ep, p.dispatch == "gathered" or (p.dispatch == "auto" and p.ep == 2)), p
-    wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch, peer_copies=p.peer_copies)
-    return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p

@@ -7,7 +7,6 @@ unquantised product, and the share of non-zero elements that become zero: in x, 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fp8.quantize import quantize, quantize_t, requantize_t
 from fp8.recipe import Recipe
+from tools.arguments import at_least, make_parser
 
 SIZE = 1024
 RECIPES = {
@@ -75,10 +75,10 @@ def rows() -> Iterator[tuple[str, str, list[float]]]:
 
 def main(argv: list[str]) -> None:
     """Prints the table as Markdown."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench numerics", description=__doc__.split("\n")[0])
+    parser = make_parser("bench numerics", __doc__)
     parser.add_argument("--run", help="measure on the operands of this trained run (or checkpoint) instead")
     parser.add_argument("--gemm", default="attention.qkv", help="with --run: GEMMs whose names end so")
-    parser.add_argument("--sequences", type=int, default=8, help="with --run: sequences of its text")
+    parser.add_argument("--sequences", type=at_least(1), default=8, help="with --run: sequences of its text")
     parser.add_argument("--split", choices=("validation", "train"), default="validation", help="with --run: which text")
     parser.add_argument("--data", help="with --run: where its packed text lies now")
     parser.add_argument("--tokenizer", help="with --run: where its tokenizer lies now")

@@ -10,9 +10,7 @@ The weights are Ling-mini's expert matrices (256 x 1024 x 2048 and 256 x 2048 x 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -22,7 +20,9 @@ from fp8.grad_norm import grad_norm_squared
 from fp8.optimizer import PRESETS, AdamW, bytes_report
 from fp8.recipe import Recipe
 from fp8.weight import Weight
+from tools.arguments import add_out, make_parser, positive, write_json
 from tools.output import need_gpu
+from training.errors import UserError
 
 SHAPES = ((256, 1024, 2048), (256, 2048, 512))
 
@@ -152,20 +152,20 @@ def print_offload(row: dict[str, float | str]) -> None:
     print(f"  an offloaded step over both at once: {step / both:.2f}; over up, update and down in turn: {step / in_turn:.2f}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.bench optimizer", description=__doc__)
-    parser.add_argument("--params", type=float, default=2e9)
-    parser.add_argument("--states", nargs="+", choices=list(PRESETS), default=["lean", "fp8_lm", "fp32"])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser("bench optimizer", __doc__)
+    parser.add_argument("--params", type=positive, default=2e9, help="at least so many parameters")
+    parser.add_argument("--states", nargs="+", choices=PRESETS, default=["lean", "fp8_lm", "fp32"], help="optim.states, in turn")
     parser.add_argument("--launch", nargs="+", default=[""], help="key=value,...: instead of optimizer_launch's; may be several")
     parser.add_argument("--offload", action="store_true", help="states on the GPU against states in host memory, nothing else")
-    parser.add_argument("--json", help="also write the rows to this file")
+    add_out(parser)
     args = parser.parse_args(argv)
     need_gpu("tools.bench optimizer")
     if args.offload:
         rows = [measure_offload(args.params, preset) for preset in args.states]
         for row in rows:
             print_offload(row)
-        return save_rows(args.json, rows)
+        return write_json(args.out, rows)
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s")
     header = f"{'states':8} {'grad':9} {'B/param':>8} {'moved':>6} {'ms':>7} {'x copy':>7} {'ms, 16.26B':>11}"
@@ -182,23 +182,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         right = f"{row['ms_of_16.26e9']:11.1f} {row['norm_ms_of_16.26e9']:8.1f} {row['norm_over_copy']:7.2f}"
         print(f"{left} {row['ms']:7.2f} {row['over_copy']:7.2f} {right}  {launch}")
         torch.cuda.empty_cache()
-    return save_rows(args.json, rows)
+    write_json(args.out, rows)
 
 
 def use_launch(launch: str, plain: dict[str, dict[str, int]], pipelined: dict[str, dict[str, int]]) -> None:
-    """`key=value,...` for all formats: of the pipelined kernel if SLOTS is among them, else of the plain one; "" as built in."""
+    """`key=value,...` for all formats: of the pipelined kernel if SLOTS is among them, else of the plain one; "" as built in.
+
+    Raises:
+        UserError: a value is no whole number.
+    """
     from fp8 import optimizer_launch  # Triton comes with CUDA builds of torch only
 
-    own = {key: int(value) for key, _, value in (item.partition("=") for item in launch.split(",") if item)}
+    try:
+        own = {key: int(value) for key, _, value in (item.partition("=") for item in launch.split(",") if item)}
+    except ValueError as error:
+        raise UserError(f"--launch {launch} is not of the form key=number,key=number") from error
     if own:
         options = {"NEIGHBOURS": 16} | own
         plain, pipelined = dict.fromkeys(plain, options), dict.fromkeys(pipelined, options) if "SLOTS" in own else {}
     optimizer_launch.LAUNCH, optimizer_launch.PIPELINED = plain, pipelined
-
-
-def save_rows(path: str | None, rows: list[dict]) -> int:
-    """Writes the rows where a path is given; the exit status."""
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
-    return 0

@@ -11,7 +11,6 @@ difference is the wire's own.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +22,7 @@ from model.transformer import Transformer, initial_values
 from parallel.grad_auto_scale import AutoScale
 from parallel.grad_simulated import SimulatedReducer, SimulatedSums
 from parallel.mesh import Mesh
+from tools.arguments import at_least, make_parser, whole_numbers
 from training.config import Config, load_config
 from training.data import Loader, PackedDataset
 from training.metrics import Phases
@@ -100,11 +100,11 @@ def run(config: Config, ranks: int, at: Sequence[int]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="tools.bench reduction", description=__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--at", default="1,20,100", help="steps at which wires are compared")
+    parser = make_parser("bench reduction", __doc__)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--ranks", type=at_least(2), default=4, help="as many micro-batches of a step stand for them")
+    parser.add_argument("--at", type=whole_numbers(1), default="1,20,100", help="steps at which wires are compared")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     config = load_config(args.config, [f"parallel.simulated_ranks={args.ranks}", *args.overrides], 1)
-    run(config, args.ranks, [int(step) for step in args.at.split(",")])
+    run(config, args.ranks, args.at)

@@ -6,13 +6,12 @@ the decay that rounding to nearest cannot follow. A row has stored v / exact v: 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
 
 from fp8.state_codecs import CODECS, codec_bytes, new_state
-from tools.output import at_least
+from tools.arguments import at_least, make_parser, positive
 
 ROLE = "exp_avg_sq"
 GROUPS = 16
@@ -36,9 +35,9 @@ def ratios(fmt: str, beta2: float, nearest: bool, spread: float, steps: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.bench states", description=__doc__)
-    parser.add_argument("--steps", type=at_least(1), default=2000)
-    parser.add_argument("--spread", type=float, default=1.0, help="of the logarithm of the gradients' deviations in a group")
+    parser = make_parser("bench states", __doc__)
+    parser.add_argument("--steps", type=at_least(1), default=2000, help="before the gradients shrink, and after")
+    parser.add_argument("--spread", type=positive, default=1.0, help="of the logarithm of the gradients' deviations in a group")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(f"{'v':6} {'bytes':>6} {'rounding':10} {'beta2':>6}   {f'after {args.steps}':22} {'after as many at a tenth':24}")

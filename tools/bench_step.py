@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
@@ -25,11 +24,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8.optimizer import states_named
+from fp8.optimizer import PRESETS
 from fp8.recipe import Recipe
 from fp8.transposed import keep_transposes
 from fp8.weight import weights
-from model import router
 from model.config import ModelConfig
 from model.counts import flops_per_token
 from model.loss import NumValid, count_valid
@@ -38,14 +36,30 @@ from parallel.collectives import all_reduce
 from parallel.grad_auto_scale import attach_auto_scale
 from parallel.mesh import Mesh, close_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
-from tools.bench_layer import contender, print_kernels, profile
-from tools.bench_mirror import layout_named, mirrored
+from tools.arguments import (
+    RECIPES_HELP,
+    STAGES,
+    add_out,
+    at_least,
+    contender,
+    make_parser,
+    model_of,
+    possible,
+    recipe_of,
+    write_json,
+)
+from tools.bench_layer import print_kernels, profile
+from tools.bench_layouts import layout_named, refuse_impossible, route_evenly, traffic_of
+from tools.bench_mirror import mirrored
+from tools.output import need_gpu
 from tools.roofline import copy_rate, step_share
 from training.config import ParallelConfig
+from training.errors import UserError
 from training.graph import GraphedMicroBatch
 
 GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PHASES = ("forward", "backward", "clip", "optimizer")  # "clip": until gradients are summed and their norm is known
+GRAPHED = ("fwd+bwd", *PHASES[2:])  # with --graph
 ADAMW = (0.9, 0.95, 1e-8, 0.1)
 
 
@@ -80,7 +94,7 @@ class Stepper:
                 weight.grad_dtype = GRADS[work.grad]
         attach_auto_scale(self.model, mesh, parallel.grad_wire)
         sharding = parallel.zero, parallel.zero_partition, parallel.overlap_gather
-        self.optimizer = make_optimizer(self.model, mesh, *sharding, *ADAMW, states_named(work.states))
+        self.optimizer = make_optimizer(self.model, mesh, *sharding, *ADAMW, PRESETS[work.states])
         for name, _, value in initial_values(self.model, seed=0):
             self.optimizer.set_master(name, value)
         named, mu = list(weights(self.model)), getattr(self.model, "grad_scale", None)
@@ -101,12 +115,11 @@ class Stepper:
         for part in range(self.parts):
             for weight in self.weights:
                 weight.last_microbatch = part == self.parts - 1
-            begin = self._now()
             if self.graphed is not None:  # and backward, in the same launch
                 self.optimizer.settle()
                 losses = self.graphed(self.tokens, self.labels, self.num_valid)
-                forward.append((begin, self._now()))
                 continue
+            begin = self._now()
             losses = self.model(self.tokens, self.labels, self.num_valid)
             forward.append((begin, self._now()))
             losses.total.backward()
@@ -136,31 +149,17 @@ class Stepper:
         return event
 
 
-def route_evenly(num_experts: int) -> None:
-    """From now on tokens go to random experts, as evenly as from a balanced router: new ones send all tokens to a few experts."""
-    own = router.route
-
-    def even(logits_TE: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-        ids_Tk, weights_Tk, lse_T = own(logits_TE, *rest[:-1], None)
-        if rest[-1] is not None:
-            rest[-1].add_(ids_Tk.numel() // num_experts)  # what is expected of each; counting them would take its time
-        first_T1 = torch.randint(num_experts, ids_Tk[:, :1].shape, device=ids_Tk.device)
-        k = ids_Tk.shape[1]
-        return (first_T1 + num_experts // k * torch.arange(k, device=ids_Tk.device)) % num_experts, weights_Tk, lse_T
-
-    router.route = even
-
-
 def between(a: torch.cuda.Event | float, b: torch.cuda.Event | float) -> float:
     """Milliseconds."""
     return 1e3 * (b - a) if isinstance(a, float) else a.elapsed_time(b)
 
 
 def split(times: list) -> list[float]:
-    """Milliseconds by phase."""
+    """Milliseconds by phase: of `PHASES`, or of `GRAPHED` where forward and backward were one launch and left no times between."""
     forward, start, ready, reduced, end = times
+    both, rest = between(start, ready), [between(ready, reduced), between(reduced, end)]
     ahead = sum(between(a, b) for a, b in forward)
-    return [ahead, between(start, ready) - ahead, between(ready, reduced), between(reduced, end)]
+    return [ahead, both - ahead, *rest] if forward else [both, *rest]
 
 
 def wait(device: torch.device) -> None:
@@ -180,72 +179,69 @@ def measure(stepper: Stepper, steps: int) -> dict[str, object]:
     medians = [statistics.median(column) for column in zip(*rows, strict=True)]
     medians.append(statistics.median(sum(row) for row in rows))
     slowest = all_reduce(torch.tensor(medians), mesh.world, "bench", "max").tolist()
-    result: dict[str, object] = dict(zip((*PHASES, "ms"), slowest, strict=True))
+    result: dict[str, object] = dict(zip((*(GRAPHED if stepper.graphed else PHASES), "ms"), slowest, strict=True))
     return result | {"first_loss": losses[0], "last_loss": losses[-1]}
 
 
-def traffic_of(stepper: Stepper) -> dict[str, object]:
-    """What this rank sends in a step, which of its waits are exposed, and how uneven the ranks' experts are: two more steps."""
-    traffic = stepper.mesh.traffic
-    if stepper.graphed is not None:
-        stepper.capture_again()
-    traffic.reset()
-    traffic.timed = True
-    for _ in range(2):
-        stepper()
-    wait(stepper.device)
-    sent = {kind: n / 2e6 for kind, n in sorted(traffic.by_kind().items())}
-    exposed = {kind: s * 500 for kind, s in sorted(traffic.seconds().items())}
-    traffic.timed = False
-    return {"sent_mb": sent, "exposed_ms": exposed, "busiest": busiest_rank(stepper)}
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("bench step", __doc__)
+    parser.add_argument("--config", help="a run's config file: its model is taken, nothing else; without a GPU it is needed")
+    parser.add_argument("--layers", type=at_least(1), default=6, help="without --config: of Ling-mini, all of them MoE layers")
+    parser.add_argument("--batch", type=at_least(1), help="sequences of a micro-batch; 4, without a GPU 1")
+    parser.add_argument("--seq", type=at_least(1), help="tokens of a sequence; 4096, without a GPU 128")
+    parser.add_argument("--parts", type=at_least(1), default=1, help="micro-batches a step")
+    parser.add_argument("--steps", type=at_least(1), default=8, help="that are measured")
+    parser.add_argument("--stage", type=int, choices=STAGES, default=0, help="of activations (fp8.activations)")
+    parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
+    parser.add_argument("--states", choices=PRESETS, default="fp32", help="optim.states")
+    parser.add_argument("--routing", choices=["own", "even"], default="own", help="even: as of a balanced router")
+    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph, timed together; not with tp")
+    parser.add_argument("--recipes", type=contender, nargs="+", default=["block", "bf16"], help=RECIPES_HELP)
+    parser.add_argument("--layouts", nargs="+", default=["solo"], help="solo, or keys of the parallel section: ep=2,zero=1")
+    parser.add_argument("--mirror", type=at_least(2), default=0, help="ranks, of which one GPU plays one (bench_mirror.py)")
+    parser.add_argument("--chunk", type=at_least(1), help="tokens whose logits exist at once; 4096, without a GPU the model's own")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="folder for a trace of one more step")
+    add_out(parser)
+    return parser.parse_args(argv)
 
 
-def busiest_rank(stepper: Stepper) -> float:
-    """Rows of the ep rank whose experts got most, over the mean rank's, layers averaged: the others wait for it in each layer."""
-    mesh = stepper.mesh
-    counts_LE = torch.stack([r.counts for _, r in router.routers(stepper.model)])
-    rows_Ln = all_reduce(counts_LE, mesh.world, "bench").unflatten(1, (mesh.ep.size, -1)).sum(-1).float()
-    return (rows_Ln.amax(1) / rows_Ln.mean(1)).mean().item()
+def understood(args: argparse.Namespace) -> Work:
+    """What `args` ask for on this machine, sizes that they leave open chosen. Raises UserError for what cannot run here."""
+    on_gpu = torch.cuda.is_available()
+    if args.graph:
+        need_gpu("--graph")
+    if not on_gpu and not args.config:
+        need_gpu("tools.bench step with layers of Ling-mini (another model: --config configs/tiny.yaml)")
+    config = model_of(args.config) if args.config else ModelConfig(num_hidden_layers=args.layers, first_k_dense_replace=0)
+    config = possible(replace(config, loss_chunk=args.chunk or (4096 if on_gpu else config.loss_chunk)))
+    batch, seq = args.batch or (4 if on_gpu else 1), args.seq or (4096 if on_gpu else 128)
+    fp8 = any(recipe_of(name)[0].is_fp8 for name in args.recipes)
+    if fp8 and (problems := config.fp8_problems(1)):
+        raise UserError("; ".join(problems))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.mirror and (world > 1 or set(args.layouts) == {"solo"}):
+        raise UserError("--mirror is for one process, and for a rank of a layout that --layouts names, such as ep=2")
+    for layout in args.layouts:
+        limits = dict(tokens=batch * seq, fp8=fp8, mirror=bool(args.mirror), graph=args.graph)
+        refuse_impossible(layout, args.mirror or world, config, **limits)
+    return Work(config, args.stage, batch, seq, args.parts, args.grad, args.states, args.graph)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tools.bench step", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, help="a config file; its model is taken, nothing else")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--parts", type=int, default=1, help="micro-batches a step")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--stage", type=int, default=0)
-    parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
-    parser.add_argument("--states", default="fp32", help="optim.states")
-    parser.add_argument("--routing", choices=["own", "even"], default="own", help="even: as of a balanced router")
-    parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph; not with tp")
-    parser.add_argument("--recipes", nargs="+", default=["block", "bf16"])
-    parser.add_argument("--layouts", nargs="+", default=["solo"])
-    parser.add_argument("--mirror", type=int, default=0, help="ranks, of which one GPU plays one (bench_mirror.py)")
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
-    config = ModelConfig(num_hidden_layers=args.layers, first_k_dense_replace=0)
-    if args.config:
-        import yaml
-
-        config = ModelConfig(**yaml.safe_load(args.config.read_text())["model"])
-    config = replace(config, loss_chunk=args.chunk)
+    args = parse(argv)
+    work = understood(args)
     if args.routing == "even":
-        route_evenly(config.num_experts)
-    work = Work(config, args.stage, args.batch, args.seq, args.parts, args.grad, args.states, args.graph)
+        route_evenly(work.config.num_experts)
     device, speaks = torch.device("cpu"), os.environ.get("RANK", "0") == "0"
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if speaks:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        print(f"{name}, {config.num_hidden_layers} layers, {args.parts} x {args.batch} x {args.seq} tokens a rank and step")
+        print(f"{name}, {work.config.num_hidden_layers} layers, {work.parts} x {work.batch} x {work.seq} tokens a rank and step")
         columns = f"{'tokens/s':>11}{'TFLOP/s':>9}{'roofline':>10}{'GiB':>8}"
-        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "ms")) + columns)
+        phases = GRAPHED if work.graph else PHASES
+        print(f"{'recipe':<12}" + "".join(f"{p:>11}" for p in (*phases, "ms")) + columns)
     rate, results = copy_rate() if device.type == "cuda" else 0.0, []
     with mirrored() if args.mirror else nullcontext():
         for layout in args.layouts:
@@ -254,18 +250,19 @@ def main(argv: list[str] | None = None) -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
     close_mesh()
-    if args.out and speaks:
-        args.out.write_text(json.dumps(results, indent=1))
+    if speaks:
+        write_json(args.out, results)
 
 
 def run(
     work: Work, layout: str, name: str, device: torch.device, rate: float, args: argparse.Namespace, speaks: bool
 ) -> dict[str, object]:
     """One layout and recipe: measured, printed by the first rank. `rate`: of a copy, 0 where there is no GPU."""
+    phases = GRAPHED if work.graph else PHASES
     mesh, parallel = layout_named(layout, device, args.mirror)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    recipe, kept = contender(name)
+    recipe, kept = recipe_of(name)
     stepper = Stepper(work, recipe, mesh, parallel, device)
     if kept:
         keep_transposes(stepper.weights)
@@ -274,10 +271,10 @@ def run(
     flops = flops_per_token(work.config, work.seq) * tokens / mesh.world.size
     row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
     share = work.parts, tokens // work.parts // mesh.world.size  # a rank's: micro-batches, tokens of one
-    row["roofline"] = step_share(work.config, *share, work.seq, recipe.is_fp8, row["forward"] + row["backward"], rate)
+    row["roofline"] = step_share(work.config, *share, work.seq, recipe.is_fp8, sum(row[p] for p in phases[:-2]), rate)
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     if speaks:
-        print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*PHASES, "ms")), end="")
+        print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*phases, "ms")), end="")
         print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['roofline']:10.0%}{row['peak_gib']:8.1f}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
     if mesh.world.size > 1:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor
 from fp8.permute import unpermute_sum
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
-from fp8.recipe import Recipe
+from fp8.recipe import BLOCK, Recipe
 from fp8.route import select_experts
 from fp8.weight import Weight
+from model.config import ModelConfig
 from parallel.collectives import all_gather, all_reduce, all_to_all
 from parallel.combine import combine_rows
 from parallel.dispatch import DispatchPlan, dispatch, send_tokens, start_dispatch_rows, start_plan
@@ -39,8 +40,11 @@ from parallel.grad_wire import OwnerBucket, even_bounds
 from parallel.mesh import Axis, Mesh
 from parallel.payload import RowFormat, pack, sum_packed
 from parallel.shard import Shards
+from training.errors import UserError
 
 ROW = Recipe.block().wire
+WIDTH = 2048  # of the matrix whose gradients and rows travel
+UNIT = BLOCK * WIDTH  # its parameters in one row of blocks, of which each rank has some
 TILE_BYTES = {"fp32": 512, "bf16": 256, "fp8": 132, "fp8_lm": 128}  # of 128 gradients on the wire
 
 
@@ -57,6 +61,23 @@ class Measured:
     no_casts: float
     whole: float
     graph: float = 0.0
+
+
+def check_sizes(args: argparse.Namespace, ranks: Sequence[int], unit: int) -> None:
+    """Raises UserError, with all reasons, for sizes that do not divide. `unit`: parameters that a rank has at least."""
+    routing = dict(num_experts=args.experts, num_experts_per_tok=args.topk, n_group=args.groups, topk_group=args.topk_groups)
+    found = ModelConfig(**routing).problems()
+    if args.hidden % BLOCK:
+        found.append(f"--hidden {args.hidden} is not a multiple of {BLOCK}")
+    for n in ranks:
+        if args.experts % n:
+            found.append(f"--experts {args.experts} is not a multiple of {n} ranks")
+        each = unit * n
+        found += [f"--params {size} is not a multiple of {unit} x {n} ranks = {each}" for size in args.params if size % each]
+    for tp in args.tp if args.model else ():
+        found += [f"--tokens {tokens} is not a multiple of --tp {tp}" for tokens in args.tokens if tokens % tp]
+    if found:
+        raise UserError("; ".join(found))
 
 
 class WireTimer:
@@ -184,7 +205,7 @@ def _combine_leg(timer: WireTimer, y: Tensor, plan: DispatchPlan, fmt: str) -> M
 
 def gradient_legs(timer: WireTimer, params: int, axis: Axis, device: torch.device) -> list[Measured]:
     """Sums of F gradients for everybody (zero = 0), and for their owners only (zero = 1)."""
-    weight = Weight(params // 2048, 2048, recipe=Recipe.block()).to(device)
+    weight = Weight(params // WIDTH, WIDTH, recipe=Recipe.block()).to(device)
     bounds, flat = even_bounds(axis.size, params // 128), torch.randn(params, device=device)
     legs = []
     for fmt, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -226,7 +247,7 @@ def weight_legs(timer: WireTimer, params: int, mesh: Mesh, device: torch.device)
     """Owners' new rows of a weight to all replicas."""
     legs = []
     for fmt, recipe in (("bf16", Recipe.bf16()), ("fp8", Recipe.block())):
-        weight = Weight(params // 2048, 2048, recipe=recipe).to(device)
+        weight = Weight(params // WIDTH, WIDTH, recipe=recipe).to(device)
         weight.set_(torch.randn(weight.data.shape, device=device))
         shards = Shards([("w", weight)], mesh)
         nbytes = sent_by(mesh.dp, shards.publish)

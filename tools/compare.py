@@ -28,12 +28,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as train.py does, before 
 
 import torch
 
+from tools.arguments import at_least, make_parser, names, whole_numbers
 from tools.reference_arithmetic import reference_arithmetic
 from train import run
 from training.config import Config, load_config
 from training.errors import DONE, UserError, exit_status
 from training.faults import BadStepError
 
+# What neither --set nor an override can say, and what says it instead
+OWN = {"run.dir": "--out", "train.seed": "--seeds", "train.log_every": "--log-every"}
 TAIL = 0.1  # share of the steps, the last ones, whose losses are averaged unless --tail says otherwise
 
 
@@ -99,6 +102,8 @@ def joined(folders: list[str], share: float) -> list[Outcome]:
             outcomes = [Outcome(**record) for record in records]
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{folder} holds no comparison: {error}") from error
+        if twice := [f"{o.name}, seed {o.seed}" for o in outcomes if (o.name, o.seed) in {(f.name, f.seed) for f in found}]:
+            raise UserError(f"--join: {folder} has runs that a folder before it has too: {'; '.join(twice)}")
         found += [replace(o, loss=tail_mean(o.losses, share)) for o in outcomes]
     if not any(o.stopped is None for o in found):
         raise UserError(f"no run of {', '.join(folders)} came to its end")
@@ -139,14 +144,36 @@ def broken(name: str, seed: int, error: Exception) -> Outcome:
     return Outcome(name, seed, 1, math.nan, math.nan, 0.0, 0.0, 0.0, [], text if len(text) <= 160 else f"{text[:160]}...")
 
 
+def settings_in(text: str) -> list[str]:
+    """`a.b=1,c.d={x: y, z: w}` -> its settings: split at commas outside braces and brackets."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [setting.strip() for setting in found if setting.strip()]
+
+
+def refuse_own(settings: list[str], where: str) -> None:
+    """Raises UserError for keys that the comparison itself sets for each run."""
+    for key, option in OWN.items():
+        if any(setting.partition("=")[0].strip() == key for setting in settings):
+            raise UserError(f"{where}: {key} is the comparison's own for each run; {option} says it")
+
+
 def parse_settings(args: argparse.Namespace) -> dict[str, list[str]]:
     """Name -> overrides of each setting to compare. Raises UserError for a malformed --set."""
-    found = {name: [f"fp8.recipe={name}"] for name in args.recipes.split(",") if name}
+    found = {name: [f"fp8.recipe={name}"] for name in args.recipes}
     for text in args.set:
         name, colon, values = text.partition(":")
-        if not colon or not name:
-            raise UserError(f"--set {text!r} is not of the form name:section.key=value,section.key=value")
-        found[name] = [value for value in values.split(",") if value]
+        if not colon or not name or Path(name).name != name:
+            raise UserError(f"--set {text!r} is not of the form name:section.key=value,section.key=value (a folder gets the name)")
+        if name in found:
+            raise UserError(f"two settings are named {name}: each has a row, and a folder, of its own")
+        found[name] = settings_in(values)
+        refuse_own(found[name], f"--set {name}")
     if not found:
         raise UserError("nothing to compare: give --recipes or --set")
     return found
@@ -154,43 +181,46 @@ def parse_settings(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs everything; the table grows after each run, so that an interrupted comparison still has one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("compare", __doc__)
     parser.add_argument("--config", help="what all runs share; needed unless --join")
     parser.add_argument("--join", nargs="+", default=[], metavar="OUT", help="folders of comparisons: their table, no run")
     parser.add_argument("--tail", type=float, default=TAIL, help="share of the steps, the last ones, whose losses are averaged")
-    parser.add_argument("--recipes", default="", help="comma-separated recipe names")
+    parser.add_argument("--recipes", type=names, default="", help="recipes with commas between them")
     parser.add_argument("--set", action="append", default=[], help="name:key=value,key=value; may be repeated")
     parser.add_argument("--reference", action="append", default=[], help="a setting that runs through the reference arithmetic")
-    parser.add_argument("--seeds", default="1234", help="comma-separated")
+    parser.add_argument("--seeds", type=whole_numbers(0), default="1234", help="with commas between them")
     parser.add_argument("--base", help="what gaps are measured against; the first setting by default")
-    parser.add_argument("--out", default="runs/compare")
-    parser.add_argument("--log-every", type=int, default=5)
+    parser.add_argument("--out", default="runs/compare", help="folder of the table and of the runs; one without a comparison")
+    parser.add_argument("--log-every", type=at_least(1), default=5, help="steps between two losses of a curve")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     if not 0 < args.tail <= 1:
         raise UserError(f"--tail {args.tail:g} is no share: more than 0, at most 1")
     if args.join:
         outcomes = joined(args.join, args.tail)
-        print(table(outcomes, args.base or outcomes[0].name))
+        base = args.base or outcomes[0].name
+        if base not in {o.name for o in outcomes}:
+            raise UserError(f"--base {base} is none of the settings: {', '.join(dict.fromkeys(o.name for o in outcomes))}")
+        print(table(outcomes, base))
         return
     if args.config is None:
         raise UserError("--config names what to run; --join shows what has run")
     settings = parse_settings(args)
+    refuse_own(args.overrides, "an override")
     base = args.base or next(iter(settings))
     for option, named in (("--base", base), *(("--reference", name) for name in args.reference)):
         if named not in settings:
             raise UserError(f"{option} {named} is none of the settings: {', '.join(settings)}")
+    if (Path(args.out) / "compare.json").exists():
+        raise UserError(f"{args.out} holds a comparison already: another --out, and --join shows both in one table")
     try:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
         Path(args.out).mkdir(parents=True, exist_ok=True)
-    except ValueError as error:
-        raise UserError(f"--seeds {args.seeds} are no whole numbers with commas between them") from error
     except OSError as error:
         raise UserError(f"cannot write {args.out}: {error.strerror}") from error
     for name, values in settings.items():  # a mistake in the last setting is told before the first has run
-        config_of(args, name, values, seeds[0])
+        config_of(args, name, values, args.seeds[0])
     outcomes: list[Outcome] = []
-    for seed in seeds:
+    for seed in args.seeds:
         for name, values in settings.items():
             try:
                 outcomes.append(one_run(args, name, values, seed))

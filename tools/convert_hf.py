@@ -7,7 +7,6 @@
 under its name only when it is whole.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from model.config import ModelConfig
 from model.counts import parameter_counts
+from tools.arguments import make_parser
 from tools.hf_export import export_hf, open_source
 from tools.hf_import import import_hf
 from tools.output import whole_or_nothing
@@ -31,7 +31,7 @@ def _convert(out: Path, work: Callable[[Path, Callable[[int], object]], ModelCon
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("convert_hf", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, source, help_ in (
         ("import", "folder with config.json and safetensors", "Hugging Face -> checkpoint"),

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.output import at_least
+from tools.arguments import at_least, make_parser
 from training.errors import exit_status
 from training.run_state import whole_checkpoints
 
@@ -280,12 +280,12 @@ def drill(folder: Path, kills: int, rank_counts: list[int], steps: int, per_run:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the counts; status 1 when anything was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=at_least(0), default=50)
-    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 3, 4])
-    parser.add_argument("--steps", type=at_least(1), default=24)
+    parser = make_parser("drill", __doc__)
+    parser.add_argument("--kills", type=at_least(0), default=50, help="over all runs")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 3, 4], help="processes of a run, in turn")
+    parser.add_argument("--steps", type=at_least(1), default=24, help="of a run")
     parser.add_argument("--per-run", type=at_least(1), default=5, help="kills of one run")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of where the kills fall")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         began, report = time.monotonic(), drill(Path(folder), args.kills, args.ranks, args.steps, args.per_run, args.seed)

@@ -8,7 +8,6 @@ The model, the recipe and the tokenizer are those the checkpoint was trained wit
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
@@ -17,6 +16,7 @@ from fp8.config import Fp8Config
 from model.config import ModelConfig
 from model.transformer import Transformer
 from parallel.mesh import Mesh
+from tools.arguments import at_least, make_parser
 from training.checkpoint import load_masters
 from training.checkpoint_files import corruption
 from training.errors import UserError, exit_status
@@ -55,19 +55,19 @@ def load(checkpoint: str, recipe: str | None, tokenizer: str | None, device: tor
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("generate", __doc__)
     parser.add_argument("--checkpoint", required=True, help="folder of a run, or of one checkpoint")
     parser.add_argument("--prompt", default="", help="text to continue; empty: a new document")
-    parser.add_argument("--tokens", type=int, default=100, help="at most so many new tokens")
-    parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--tokens", type=at_least(1), default=100, help="at most so many new tokens")
+    parser.add_argument("--samples", type=at_least(1), default=1, help="texts, each from the next seed")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from so many likeliest tokens; 0: from all")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--top-k", type=at_least(0), default=50, help="draw from so many likeliest tokens; 0: from all")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--recipe", help="another recipe than the checkpoint's, for example bf16")
     parser.add_argument("--tokenizer", help="where the checkpoint's tokenizer lies now")
     args = parser.parse_args(arguments)
-    if args.temperature < 0 or args.top_k < 0 or args.tokens < 1 or args.samples < 1:
-        raise UserError("--temperature and --top-k must not be negative; --tokens and --samples must be positive")
+    if not args.temperature >= 0:
+        raise UserError(f"--temperature {args.temperature:g} must not be negative")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load(args.checkpoint, args.recipe, args.tokenizer, device)
     for i in range(args.samples):

@@ -14,7 +14,6 @@ run keeps enough checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -25,6 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from tools.arguments import at_least, make_parser
 from tools.output import whole_or_nothing
 from training.checkpoint_files import corruption, seal_alone
 from training.errors import UserError, exit_status
@@ -110,17 +110,17 @@ def chosen(paths: Sequence[str], last: int | None) -> list[Path]:
     if not runs:
         return sorted(folders, key=lambda p: RunState.read(p).step)
     found = whole_checkpoints(runs[0])
-    if last < 2 or len(found) < last:
+    if len(found) < last:
         raise UserError(f"--last {last}: {runs[0]} has {len(found)} checkpoints (checkpoint.keep_for_merge says how many stay)")
     return found[-last:]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("merge", __doc__)
     parser.add_argument("out", type=Path, help="folder to make; must not exist or be empty")
     parser.add_argument("sources", nargs="+", metavar="RUN|CHECKPOINT")
-    parser.add_argument("--last", type=int, help="of a run: its newest so many checkpoints")
-    parser.add_argument("--decay", choices=tuple(DECAYS), default="linear")
+    parser.add_argument("--last", type=at_least(2), help="of a run: its newest so many checkpoints")
+    parser.add_argument("--decay", choices=tuple(DECAYS), default="linear", help="of the learning rate that the merge stands for")
     options = parser.parse_args(arguments)
     folders = chosen(options.sources, options.last)
     with whole_or_nothing(options.out) as partial:

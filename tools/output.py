@@ -1,28 +1,16 @@
-"""What tools share: a folder that appears under its name only when it is whole; arguments that are counts; the need of a GPU."""
+"""What tools share: a folder that appears under its name only when it is whole; the need of a GPU."""
 
 from __future__ import annotations
 
-import argparse
 import glob
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from training.errors import UserError
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from `low` on."""
-
-    def count(text: str) -> int:
-        if (value := int(text)) < low:
-            raise argparse.ArgumentTypeError(f"{value} is less than {low}")
-        return value
-
-    return count
 
 
 def need_gpu(what: str) -> None:

@@ -6,7 +6,6 @@ python -m tools.plan --config configs/small.yaml --compare-allocator     builds 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from fp8.recipe import FORMATS, Recipe
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from parallel.mesh import check_layout, close_mesh
 from parallel.sharded_optimizer import wire_for
+from tools.arguments import at_least, make_parser
 from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
 from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, Wires, speed
 from training.config import Config, load_config
@@ -272,17 +272,15 @@ def compare_allocator(config: Config) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the plan; status 1 when no layout divides over the GPUs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("plan", __doc__)
     parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--gpus", type=int, help="number of GPUs; by default the fewest that the config's layout needs")
-    parser.add_argument("--gpu", choices=tuple(GPUS), default="h200")
+    parser.add_argument("--gpus", type=at_least(1), help="number of GPUs; by default the fewest that the config's layout needs")
+    parser.add_argument("--gpu", choices=tuple(GPUS), default="h200", help="kind of GPU")
     parser.add_argument("--compare-allocator", action="store_true", help="check the memory forecast on this CUDA device")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
     config = load_config(options.config, options.overrides)
     gpus = config.fewest_ranks if options.gpus is None else options.gpus
-    if gpus < 1:
-        raise UserError(f"--gpus {gpus} must be at least 1")
     text = compare_allocator(config) if options.compare_allocator else report(config, gpus, GPUS[options.gpu])
     if os.environ.get("RANK", "0") == "0":
         print(text)

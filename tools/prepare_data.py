@@ -5,13 +5,13 @@
 Does nothing when the packed files are up to date with the corpus, the settings and the tokenizer.
 """
 
-import argparse
 import sys
 import time
 
 import numpy as np
 from tqdm import tqdm
 
+from tools.arguments import make_parser
 from training.corpus import DataConfig, corpus_bytes
 from training.errors import exit_status
 from training.packing import SPLITS, PackedInfo, documents_done, pack_corpus, packed_path, read_info, stale_reason
@@ -63,7 +63,7 @@ def unigram_nats(config: DataConfig, infos: dict[str, PackedInfo]) -> float:
 def main(arguments: list[str] | None = None) -> None:
     from training.config import load_config
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("prepare_data", __doc__)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--force", action="store_true", help="pack again even if up to date")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.seq_len=512")

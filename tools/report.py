@@ -7,12 +7,12 @@ Writes OUT/report.html and OUT/*.png; OUT is RUN/report by default.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from tools.arguments import make_parser
 from tools.report_data import Run, differences, read_runs
 from training.errors import UserError, exit_status
 from training.tokenizer import write_whole
@@ -99,7 +99,7 @@ def build(runs: list[Run]) -> tuple[str, dict[str, bytes]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("report", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; the first is what others are compared with")
     parser.add_argument("--out", type=Path, help="folder for the page and the PNGs; default RUN/report")
     options = parser.parse_args(arguments)

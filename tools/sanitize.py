@@ -24,6 +24,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+from tools.arguments import make_parser
 from training.errors import exit_status
 
 TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "exchange", "gemm", "swiglu", "quantise")
@@ -125,9 +126,9 @@ def check(tool: str, subject: str, keep: Path | None) -> tuple[str, Counter[str]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.sanitize", description=__doc__.split("\n")[0])
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser = make_parser("sanitize", __doc__)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="what they watch")
     parser.add_argument("--keep", type=Path, help="folder for compute-sanitizer's whole output")
     parser.add_argument("--inside", choices=SUBJECTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

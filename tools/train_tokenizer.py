@@ -5,7 +5,6 @@
 Reads the training part of the corpus only. A tokenizer that exists is kept.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
+from tools.arguments import make_parser
 from training.corpus import DataConfig, read_documents
 from training.errors import UserError, exit_status
 from training.readers import Tally
@@ -67,7 +67,7 @@ def make_tokenizer(config: DataConfig, force: bool = False) -> Tokenizer:
 def main(arguments: list[str] | None = None) -> None:
     from training.config import load_config
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("train_tokenizer", __doc__)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--force", action="store_true", help="replace a tokenizer that exists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.vocab_size=4096")

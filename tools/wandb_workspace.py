@@ -8,11 +8,11 @@ Without it wandb shows the same metrics by itself, one chart each in a section f
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
 
+from tools.arguments import make_parser
 from training.config import LogConfig
 from training.errors import UserError, exit_status
 from training.panels import PANELS
@@ -83,8 +83,8 @@ def save(entity: str | None, project: str, name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--project", default=LogConfig().project)
+    parser = make_parser("wandb_workspace", __doc__)
+    parser.add_argument("--project", default=LogConfig().project, help="log.project of the runs")
     parser.add_argument("--entity", help="user or team; by default the key's own")
     parser.add_argument("--name", default="octet", help="of the saved view")
     parser.add_argument("--print", action="store_true", help="print the layout as JSON and save nothing")

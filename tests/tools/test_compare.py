@@ -52,12 +52,16 @@ def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--recipes", "block,fp9"], "fp8.recipe=fp9 is unknown"),
-    (["--recipes", "block", "--seeds", "1,x"], "--seeds 1,x are no whole numbers"),
     (["--recipes", "block", "--base", "bf16"], "--base bf16 is none of the settings: block"),
     (["--set", "fast"], "is not of the form"),
     (["--recipes", "block", "--tail", "0"], "--tail 0 is no share"),
     (["--recipes", "block", "--tail", "1.5"], "--tail 1.5 is no share"),
     (["--set", "fast:optim.lrr=1"], "did you mean optim.lr"),
+    (["--set", "h:", "--set", "h:optim.lr=1"], "two settings are named h"),
+    (["--recipes", "bf16", "--set", "bf16:"], "two settings are named bf16"),
+    (["--set", "a:run.dir=runs/zz"], "run.dir is the comparison's own"),
+    (["--recipes", "bf16", "train.seed=3"], "train.seed is the comparison's own for each run; --seeds says it"),
+    (["--set", "../a:"], "is not of the form"),
 ])  # fmt: skip
 def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -83,7 +87,29 @@ def test_settings_that_break_do_not_take_the_others_along(
     compare.main(["--join", str(tmp_path)])
     assert capsys.readouterr().out.count("stopped: ") == 2
     with pytest.raises(UserError, match="no run came to its end"):
-        compare.main(command)
+        compare.main([*command, "--out", str(tmp_path / "other")])
+    with pytest.raises(UserError, match="holds a comparison already"):
+        compare.main([*command, "--set", "good:"])
+    assert (tmp_path / "compare.md").read_text() == written
+
+
+@pytest.mark.parametrize(("text", "settings"), [
+    ("", []),
+    ("optim.lr=4e-3,optim.warmup_steps=5", ["optim.lr=4e-3", "optim.warmup_steps=5"]),
+    ("fp8.overrides={head: bf16, layers.0: bf16}", ["fp8.overrides={head: bf16, layers.0: bf16}"]),
+    ("a=[x,y],b={c: {q: 1}, r: 2},d=3", ["a=[x,y]", "b={c: {q: 1}, r: 2}", "d=3"]),
+])  # fmt: skip
+def test_settings_are_split_outside_braces_and_brackets(text: str, settings: list[str]) -> None:
+    assert compare.settings_in(text) == settings
+
+
+def test_a_run_is_not_counted_twice(tmp_path: Path) -> None:
+    one = write(tmp_path / "1", outcome("fp32", 1, 2.0))
+    both = write(tmp_path / "2", outcome("fp32", 1, 2.0), outcome("fp32", 2, 2.0))
+    with pytest.raises(UserError, match="has runs that a folder before it has too: fp32, seed 1$"):
+        compare.main(["--join", one, both])
+    with pytest.raises(UserError, match="--base bf16 is none of the settings: fp32"):
+        compare.main(["--join", one, "--base", "bf16"])
 
 
 @pytest.mark.parametrize("first_ended", [True, False])
