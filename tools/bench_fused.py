@@ -54,6 +54,12 @@ def time_us(run: Callable[[], object]) -> float:
     return launched_us(graph.replay)
 
 
+def rates(device: str, size: int) -> tuple[float, float]:
+    """TB/s of a copy (read and written) and of a fill of `size` bytes."""
+    a, b = torch.empty(2, size, dtype=torch.uint8, device=device)
+    return 2 * size / launched_us(lambda: b.copy_(a)) / 1e6, size / launched_us(a.zero_) / 1e6
+
+
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
 
@@ -156,9 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     need_gpu("tools.bench fused")
     c = ModelConfig()
-    a, b = torch.empty(2, 2**30, dtype=torch.uint8, device="cuda")
-    copy = 2 * a.numel() / launched_us(lambda: b.copy_(a)) / 1e6
-    fill = a.numel() / launched_us(a.zero_) / 1e6
+    copy, fill = rates("cuda", 2**30)
     print(f"copy {copy:.2f} TB/s, fill {fill:.2f} TB/s on {torch.cuda.get_device_name()}")
     print(f"{'kernel':<52}{'us':>9}{'GB/s':>8}{'of copy':>9}")
     rows = [{"kernel": "copy", "tb_s": copy, "fill_tb_s": fill}]

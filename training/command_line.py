@@ -53,7 +53,7 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(arguments)
     rank, launched = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-    planned = args.world_size or launched
+    planned = launched if args.world_size is None else args.world_size
     try:
         config = load_config(args.config, args.overrides, planned if args.dry_run else launched or 1)
         refuse_unusable(config)

@@ -41,6 +41,7 @@ def test_a_dry_run_refuses_what_no_run_could_use(base: Path, tmp_path: Path, cap
         "profile.start=7 is after the last step, train.steps=6": ["profile.start=7"],
         "2 problems": ["checkpoint.resume=nope", "log.reference=nope"],
         "start it with torchrun --nproc-per-node 2 ": ["parallel.ep=2", "--world-size", "1"],
+        "world = 0 must be at least 1": ["--world-size", "0"],
     }
     for part, args in cases.items():
         assert train.main(["--config", str(base / "run.yaml"), "--dry-run", f"run.dir={tmp_path}/run", *args]) == 2, part
