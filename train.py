@@ -31,7 +31,7 @@ from training.command_line import command_line
 from training.config import Config
 from training.continuation import finished
 from training.data import Loader, PackedDataset, open_validation
-from training.errors import STOPPED, UNSAVED
+from training.errors import STOPPED, UNSAVED, UserError
 from training.evaluate import evaluate
 from training.faults import Guard, slowest, unhealthy, worst_of
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
@@ -76,11 +76,14 @@ class Run:
         self.stop = stack.enter_context(closing(StopRequest(faults.stop_within_s)))
         self.device, self.dtype = choose_device(train, config.fp8.recipe)
         record_collectives(config.run.dir)
-        self.mesh = build_mesh(
-            parallel.tp, parallel.ep, self.device, parallel.sequence_parallel, train.timeout_s,
-            tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], dispatch=parallel.dispatch,
-            peer_copies=parallel.peer_copies,
-        )  # fmt: skip
+        try:
+            self.mesh = build_mesh(
+                parallel.tp, parallel.ep, self.device, parallel.sequence_parallel, train.timeout_s,
+                tp_wire=WIRES[parallel.tp_wire], combine_wire=WIRES[parallel.combine_wire], dispatch=parallel.dispatch,
+                peer_copies=parallel.peer_copies,
+            )  # fmt: skip
+        except ValueError as error:  # ranks on hosts that `parallel.peer_copies` cannot have
+            raise UserError(str(error)) from error
         self.metrics = stack.enter_context(closing(Metrics(config, active=self.mesh.world.rank == 0)))
         self.metrics.prefix = admit(config, self.device)
         on_nccl = recording(self.mesh.world.rank) if self.device.type == "cuda" and self.mesh.world.size > 1 else None

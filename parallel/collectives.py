@@ -33,7 +33,10 @@ def _wire(x: Tensor) -> Tensor:
 
 
 class Pending:
-    """A collective in flight. `wait()` returns its result; on CUDA only the stream waits."""
+    """A collective in flight. `wait()` returns its result; on CUDA only the stream waits.
+
+    On an axis with a peer the result is the peer's buffer: read it at once (peer.py).
+    """
 
     def __init__(self, result: Tensor, work: dist.Work | None, axis: Axis, kind: str) -> None:
         self._result, self._work, self._axis, self._kind = result, work, axis, kind

@@ -13,6 +13,7 @@ sizes.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -164,7 +165,8 @@ def build_mesh(
         peer_copies: gathered tokens and their sums are copied by the GPUs' copy engines; ep = 2 on CUDA, both ranks on one host.
 
     Raises:
-        ValueError: the layout is impossible; raised before any process group is made.
+        ValueError: the layout is impossible; raised before any process group is made. `peer_copies`, and ranks that would copy to
+            each other are on two hosts; raised on every rank.
     """
     ready = dist.is_initialized()
     world = dist.get_world_size() if ready else int(os.environ.get("WORLD_SIZE", "1"))
@@ -188,7 +190,7 @@ def build_mesh(
     strided = lambda n: [list(range(i, world, n)) for i in range(n)]  # noqa: E731
     experts = _axis(rank, consecutive(ep), traffic, timeout_s, wire=combine_wire, gathers=gathers)
     if peer_copies and gathers and ep == 2 and torch.device(device).type == "cuda":
-        experts = replace(experts, peer=Peer(experts.group, experts.rank, torch.device("cuda", torch.cuda.current_device())))
+        experts = replace(experts, peer=_peer(experts))
     return Mesh(
         tp=_axis(rank, consecutive(tp), traffic, timeout_s, wire=tp_wire, sequence=sequence_parallel),
         ep=experts,
@@ -197,6 +199,16 @@ def build_mesh(
         world=_axis(rank, consecutive(world), traffic, timeout_s),
         traffic=traffic,
     )
+
+
+def _peer(axis: Axis) -> Peer:
+    """For ranks 0 and 1, 2 and 3, ... of the world. Every rank calls it."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    apart = [f"ranks {i} and {i + 1} on {hosts[i]} and {hosts[i + 1]}" for i in range(0, len(hosts), 2) if hosts[i] != hosts[i + 1]]
+    if apart:
+        raise ValueError(f"parallel.peer_copies is for two ranks of one host: {', '.join(apart)}; set it to false")
+    return Peer(axis.group, axis.rank, torch.device("cuda", torch.cuda.current_device()))
 
 
 def _meeting(timeout_s: float) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def pack(q: Quantized, index_M: Tensor | None = None, extra_MX: Tensor | None = 
 def unpack_ref(payload_MB: Tensor, form: RowFormat, scale_inv: Tensor | None, index_R: Tensor | None, per_row: int) -> Quantized:
     """The definition of `unpack`."""
     end = form.data_bytes
-    data = payload_MB[:, :end].contiguous().view(form.dtype)
+    data = payload_MB[:, :end].clone(memory_format=torch.contiguous_format).view(form.dtype)  # the payload's memory is used again
     if form.num_scales:
         exponents = payload_MB[:, end + form.extra : end + form.extra + form.num_scales]
         scale_inv = scale_from_bytes(exponents.t().contiguous()).t()  # column-major, as the GEMM reads it
@@ -128,7 +128,7 @@ def unpack(
     per_row: int = 1,
     live_B: Tensor | None = None,
 ) -> Quantized:
-    """uint8 [M, B] -> Quantized [M, C]; or, with `index_R`, [R, C] whose row r is packed row index[r] // per_row.
+    """uint8 [M, B] -> Quantized [M, C]; or, with `index_R`, [R, C] whose row r is packed row index[r] // per_row. Always a copy.
 
     Args:
         scale_inv: the tensorwise scale, which does not travel.
@@ -153,8 +153,3 @@ def sum_packed(payload_MB: Tensor, form: RowFormat, index_Tn: Tensor, dtype: tor
     """[M, B] -> [T, C] in `dtype`: the FP32 sum of packed rows index[t] (negative: none), in order. Rows carry their scales."""
     kernels = _kernels(payload_MB, form)
     return (kernels.sum_packed if kernels else sum_packed_ref)(payload_MB, form, index_Tn, dtype)
-
-
-def extra_of(payload_MB: Tensor, form: RowFormat) -> Tensor:
-    """The caller's bytes [M, X] of each row."""
-    return payload_MB[:, form.data_bytes : form.data_bytes + form.extra].contiguous()

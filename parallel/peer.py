@@ -6,8 +6,8 @@ torch's symmetric memory maps a buffer of each rank into the other's address spa
     copy       into it
     barrier    both have written
 
-Barriers are kernels of one small block that wait for each other. A buffer serves one kind of rows; what `start` gives must be read,
-by kernels queued on the current stream, before the next `start` of that kind. NVLink multicast is not used.
+Barriers are kernels of one small block that wait for each other. A buffer serves one kind of rows, so what `start` gives is valid
+until the next `start` of that kind: whoever waits copies it out or sums it at once. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch import Tensor
 
 
 class _Copying:
-    """Work whose `wait` makes the current stream wait. Holds what is being read."""
+    """Work whose `wait` makes the current stream wait. Holds what is being read, and its memory should nobody wait."""
 
     def __init__(self, source: Tensor, stream: torch.cuda.Stream) -> None:
         self._source, self._stream = source, stream
+        if not torch.cuda.is_current_stream_capturing():  # memory noted in a capture serves nobody else until that ends
+            source.record_stream(stream)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -49,6 +51,9 @@ class Peer:
     def _buffer(self, key: tuple[object, ...], nbytes: int) -> _Buffer:
         found = self._buffers.get(key)
         if found is None or found.memory.numel() < nbytes:
+            if torch.cuda.is_current_stream_capturing():
+                held = 0 if found is None else found.memory.numel()
+                raise RuntimeError(f"peer copies {key}: {nbytes} bytes in a CUDA graph, {held} in the calls before its capture")
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             from torch.distributed import _symmetric_memory as symmetric
 
@@ -61,7 +66,14 @@ class Peer:
         return found
 
     def start(self, x: Tensor, kind: str, gather: bool) -> tuple[Tensor, _Copying]:
-        """(the other's x, or with `gather` both in rank order; what to wait for before it is read)."""
+        """(the other's x, or with `gather` both in rank order; what to wait for before it is read).
+
+        The tensor is this rank's buffer of `kind`, shape and dtype, and the next `start` of those overwrites it: kernels that read
+        it must be queued on the current stream by then, and nothing may keep it or a view of it.
+
+        Raises:
+            RuntimeError: the buffer would have to be made, or to grow, while a CUDA graph is captured.
+        """
         source, parts = x.contiguous(), 1 + gather
         flat = source.view(-1).view(torch.uint8)
         nbytes, main = flat.numel(), torch.cuda.current_stream()

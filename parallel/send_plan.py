@@ -134,7 +134,8 @@ def own_slots(ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
 def read_slots_ref(payload_NB: Tensor, start: int, k: int, first: int, local: int) -> tuple[Tensor, Tensor]:
     """The definition of `read_slots`."""
     end = start + 4 * k
-    weights, ids = payload_NB[:, start:end].contiguous(), payload_NB[:, end : start + slot_bytes(k)].contiguous()
+    parts = payload_NB[:, start:end], payload_NB[:, end : start + slot_bytes(k)]
+    weights, ids = (part.clone(memory_format=torch.contiguous_format) for part in parts)  # the payload's memory is used again
     ids_Nk = ids.view(torch.int16)[:, :k].long() - first
     return weights.view(torch.float32), torch.where((ids_Nk >= 0) & (ids_Nk < local), ids_Nk, -1)
 

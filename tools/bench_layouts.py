@@ -64,7 +64,10 @@ def layout_named(text: str, device: torch.device, mirror: int = 0) -> tuple[Mesh
     if mirror:
         return mirror_mesh(mirror, p.ep, gathers(p)), p
     wires = dict(tp_wire=WIRES[p.tp_wire], combine_wire=WIRES[p.combine_wire], dispatch=p.dispatch, peer_copies=p.peer_copies)
-    return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p
+    try:
+        return build_mesh(p.tp, p.ep, device, p.sequence_parallel, **wires), p
+    except ValueError as error:
+        raise UserError(f"--layouts {text}: {error}") from error
 
 
 def route_evenly(num_experts: int) -> None:

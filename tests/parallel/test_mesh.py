@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import parallel.mesh as mesh_module
 from parallel.collectives import all_reduce
 from parallel.mesh import Mesh, build_mesh, check_layout
 from tests.helpers import run_ranks
@@ -90,3 +92,22 @@ def test_build_mesh_refuses_before_any_group_exists(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="6.*4"):
         build_mesh(tp=4)
     assert not dist.is_initialized()
+
+
+def on_hosts(rank: int, size: int, names: list[str]) -> str:
+    """What a mesh with peer copies says on hosts of these names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: names[rank])
+        patch.setattr(mesh_module, "Peer", lambda group, place, device: (place, device.index))
+        patch.setattr(torch.cuda, "current_device", lambda: 7)
+        try:
+            return str(build_mesh(1, 2, "cuda", peer_copies=True).ep.peer)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.distributed
+def test_peer_copies_are_for_pairs_on_one_host() -> None:
+    assert run_ranks(4, on_hosts, ["a", "a", "b", "b"]) == ["(0, 7)", "(1, 7)"] * 2
+    for said in run_ranks(4, on_hosts, ["a", "a", "a", "b"]):
+        assert said.startswith("parallel.peer_copies is for two ranks of one host: ranks 2 and 3 on a and b; ")

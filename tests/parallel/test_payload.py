@@ -8,7 +8,7 @@ import torch
 from fp8.quantize import quantize
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
-from parallel.payload import RowFormat, extra_of, pack, unpack
+from parallel.payload import RowFormat, pack, unpack
 
 ROW = Recipe.block().activation
 
@@ -24,7 +24,8 @@ def test_packed_rows_come_back_bit_for_bit(cols: int, recipe: str) -> None:
     packed = pack(q, None, extra)
     assert packed.shape == (7, form.row_bytes)
     back = unpack(packed, form)
-    assert torch.equal(back.data.view(torch.uint8), q.data.view(torch.uint8)) and torch.equal(extra_of(packed, form), extra)
+    assert torch.equal(back.data.view(torch.uint8), q.data.view(torch.uint8))
+    assert torch.equal(packed[:, form.data_bytes : form.data_bytes + 8], extra)
     assert torch.equal(back.scale_inv, q.scale_inv) and back.scale_inv.t().is_contiguous()
 
 
@@ -43,6 +44,18 @@ def test_unscaled_and_tensorwise_rows_carry_no_scale() -> None:
     q = quantize(torch.randn(3, 128), Recipe.tensorwise_current().activation)
     back = unpack(pack(q), RowFormat.of(q), q.scale_inv)
     assert torch.equal(back.dequantize(), q.dequantize()) and RowFormat.of(q).row_bytes == 128
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("recipe", ["block", "tensorwise_current", "bf16"])
+def test_unpacked_rows_do_not_alias_the_payload(recipe: str, rows: int) -> None:
+    """A collective's buffer is used again (parallel/peer.py)."""
+    q = quantize(torch.randn(rows, 128, dtype=torch.bfloat16), getattr(Recipe, recipe)().activation)
+    packed = pack(q)
+    back = unpack(packed, RowFormat.of(q), q.scale_inv)
+    want = back.dequantize()
+    packed.fill_(1)
+    assert torch.equal(back.dequantize(), want)
 
 
 def test_nothing_to_pack() -> None:
