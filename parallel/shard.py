@@ -127,11 +127,6 @@ class Group:
                 found += [t.reshape(-1).view(torch.uint8) for t in tensors]
         return found
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether rows are still under way."""
-        return bool(self._pending)
-
     def send(self) -> None:
         """Starts to send this rank's rows to all, padded to the largest part; one collective for each format."""
         for dtype in dict.fromkeys(w.data.dtype for w in self.weights):
@@ -151,6 +146,8 @@ class Group:
                 if rank != self.axis.rank:
                     parts = self.parts(rank, dtype)
                     copy_bytes(parts, places_of(parts, arrived[rank]))
+            for weight in self.weights:
+                weight.version += weight.data.dtype == dtype
 
 
 def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:

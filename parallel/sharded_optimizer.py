@@ -92,6 +92,7 @@ class ShardedAdamW(AdamW):
                 if name in self.weights:
                     q = quantize(self._live_master(name), weight.spec, weight.scale_inv)
                     self.weights[name].data.copy_(q.data)
+                weight.version += 1
 
     def _live_master(self, name: str) -> Tensor:
         master = on_device(self._state[name]["master"], self.weights[name].data.device)

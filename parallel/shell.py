@@ -59,6 +59,7 @@ class Shell(Weight):
         """As `Weight.set_`; where a scale is shared nothing is written before it is known (`ShardedAdamW.publish`)."""
         if not self.shares_scale:
             super().set_(value)
+            self.whole.version += 1
         elif self.recipe.adaptive:
             self.keep_sample(value)
 

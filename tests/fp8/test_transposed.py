@@ -16,7 +16,6 @@ from fp8.recipe import RECIPES, Recipe
 from fp8.stash import Stash
 from fp8.transposed import keep_transposes, refresh_transposes, transposed
 from fp8.weight import Weight
-from parallel.sharded_optimizer import ShardedReducer
 
 RECIPE_NAMES = [name for name in RECIPES if name != "auto"]
 
@@ -124,18 +123,3 @@ def test_another_format(turns: list[Quantized]) -> None:
         weight.use(recipe)
         weight.set_(torch.randn(256, 128))
         assert same(transposed(weight), transpose(weight.q)), recipe.name
-
-
-def test_a_gradient_that_leaves_between_micro_batches_is_no_new_step() -> None:
-    """ZeRO-2 clears gradients after each micro-batch; the values stay."""
-    weight = weight_of(Recipe.block(), True)
-    before = weight.version
-    reducer = object.__new__(ShardedReducer)
-    reducer._bucket_of, reducer._buckets, reducer._sums, reducer._alone = {weight: None}, [], [], []
-    base = ShardedReducer.__mro__[1]
-    original, base.finish = base.finish, lambda self, last=True: None
-    try:
-        ShardedReducer.finish(reducer, last=False)
-    finally:
-        base.finish = original
-    assert weight.version == before and not weight.has_grad

@@ -146,7 +146,7 @@ def random_orders(rank: int, size: int) -> tuple[list[int], bool]:
         plain.set_master(name, value)
     for step in range(8):
         order = torch.randperm(6, generator=draw).tolist()[: 6 - step % 2]  # now and then a layer does not run at all
-        under_way |= any(g.in_flight for g in lazy.shards.groups)
+        under_way |= any(g._pending for g in lazy.shards.groups)
         if towers[0](order) != towers[1](order):
             wrong.append(step)
         for place, (one, two) in enumerate(zip(towers[0].layers, towers[1].layers, strict=True)):
