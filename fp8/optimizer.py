@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -163,17 +164,17 @@ class AdamW:
         scale = grad_scale.to(device, torch.float32) if is_tensor else torch.full((), grad_scale, device=device)
         hypers = {decays: self._hyper(lr, decays) for decays in (False, True)}
         away = [self._state[name] for name, weight in todo if self._travels(weight)]
-        visitors = visiting(away, device) if away else iter(())
         together = []
-        for name, weight in todo:
-            draw = Draw(self.seed, self.num_steps, self._parameter[name])
-            if self._travels(weight):
-                updater(weight, next(visitors), self._codecs[name])(hypers[weight.decay], draw, scale)
-            elif weight.data.is_cuda and weight.data.dtype == torch.float32:
-                together.append(name)
-            else:
-                self._updater(name)(hypers[weight.decay], draw, scale)
-        next(visitors, None)  # the last one goes home
+        with closing(visiting(away, device)) as visitors:
+            for name, weight in todo:
+                draw = Draw(self.seed, self.num_steps, self._parameter[name])
+                if self._travels(weight):
+                    updater(weight, next(visitors), self._codecs[name])(hypers[weight.decay], draw, scale)
+                elif weight.data.is_cuda and weight.data.dtype == torch.float32:
+                    together.append(name)
+                else:
+                    self._updater(name)(hypers[weight.decay], draw, scale)
+            next(visitors, None)  # the last one goes home
         self._update_together(together, hypers, scale)
         for _, weight in todo:
             weight.clear_grad()
