@@ -71,7 +71,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._done.wait(min(self.quiet_s / 4, 5.0)):
             quiet, timed_out = time.monotonic() - self._since, self._written() != self._before
-            if (timed_out or quiet > self.quiet_s) and not self._said:
+            if timed_out or (quiet > self.quiet_s and not self._said):
                 self._said = True
                 self.report(quiet)
             if timed_out:
@@ -86,7 +86,8 @@ class Watchdog:
     def _end(self) -> None:
         if self._done.wait(WRITTEN_S):
             return
-        why = f"another rank is gone or hangs (NCCL timed out); the last collectives are in {self._recording}"
+        culprit = "a rank is gone, or hangs where its stacks are in no collective"
+        why = f"NCCL timed out: {culprit}; the last collectives are in {self._recording}"
         print(f"error on rank {self.rank}: {why}", file=self._out or sys.stderr, flush=True)
         self._leave(ALONE)
 

@@ -163,5 +163,6 @@ def test_a_run_in_which_a_rank_stalls_ends_and_says_where(base: Path, tmp_path: 
     waiting = r"in (counts|forward|backward|reduce) of step 3; stacks"  # on a GPU the host runs ahead of the collective
     assert re.search(waiting, said[0]) and "in stand_still" not in said[0]
     for rank in range(len(ending)):
-        assert f"error on rank {rank}: another rank is gone or hangs (" in said[rank]
+        why = "NCCL timed out: a rank is gone, or hangs" if nccl else "another rank is gone or hangs ("
+        assert f"error on rank {rank}: {why}" in said[rank]
         assert not nccl or whole(run_dir, rank)

@@ -57,7 +57,22 @@ def test_a_collective_that_timed_out_ends_the_rank(tmp_path: Path) -> None:
         out.seek(0)
         text = out.read()
     assert text.count("in backward of step 7; stacks:") == 1 and "test_a_collective_that_timed_out_ends_the_rank" in text
-    assert f"error on rank 1: another rank is gone or hangs (NCCL timed out); the last collectives are in {trace}" in text
+    assert "error on rank 1: NCCL timed out: a rank is gone, or hangs where its stacks are in no collective; " in text
+    assert f"the last collectives are in {trace}" in text
+
+
+def test_a_quiet_report_just_before_does_not_replace_that_of_the_timeout(tmp_path: Path) -> None:
+    trace, left = tmp_path / "nccl_trace_rank_1", []
+    with open(tmp_path / "out", "w+") as out:
+        dog = Watchdog(1, 0.1, out, str(trace), left.append)
+        dog.note("backward of step 7")
+        assert wait_for(lambda: dog._said)
+        trace.write_bytes(b"new")
+        assert wait_for(lambda: left == [ALONE])
+        dog.close()
+        out.seek(0)
+        text = out.read()
+    assert text.count("in backward of step 7; stacks:") == 2
 
 
 def _late_rank(rank: int, size: int) -> str:
