@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from fp8.gluon_names import load_async
 from fp8.optimizer_device import (
     KEPT,
     MASTER_BITS,
@@ -33,9 +34,6 @@ from fp8.optimizer_device import (
 )
 from fp8.philox_kernels import words_from
 from fp8.quantize_device import abs_bits, pow2_scale
-
-# Triton 3.9 renamed the copy.
-load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _SCALARS = [  # never a reason to compile anew
     "num_blocks", "piece_rows", "piece_cols", "row_blocks", "col_blocks", "rb0", "cb0", "matrix0", "quad0",

@@ -16,10 +16,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from fp8.block_forms import UPPER, encode_pairs, high_half, larger, low_half, pack_bf16, peaks, row_scales, times
 from fp8.device_math import LOG2_E, reciprocal_of_1_plus_exp2
+from fp8.gluon_names import load_async
 from fp8.quantize_device import pack4, pow2_scale, unpack4
 from fp8.quantize_kernels import INTERPRETED
 
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name from Triton 3.8 on
 WARPS, REGISTERS = 8, 80  # three CTAs a multiprocessor, by registers and by shared memory
 # All of [32 groups of rows, 32 words of four columns]. By rows: a lane has words 2i, 2i + 1, 16 + 2i and 17 + 2i of one row. By
 # columns: four groups of one word, which are 16 bytes of the transposed matrix.
@@ -75,9 +75,9 @@ else:
     def _copy(buffer, at, ok, FULL: gl.constexpr):
         """Begins to copy a tile; what is not `ok` becomes zero."""
         if FULL:
-            copy_async(buffer, at)
+            load_async(buffer, at)
         else:
-            copy_async(buffer, at, mask=ok)
+            load_async(buffer, at, mask=ok)
 
     @jit
     def _arrive():
