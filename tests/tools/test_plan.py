@@ -36,8 +36,7 @@ FP32 = States()
 
 
 def measured_bytes(recipe: Recipe, stage: int) -> int:
-    """Bytes alive between forward and backward: the stash's, autograd's, and what no hook sees: dX of the heads, and the rotary
-    tables where only a closure holds them."""
+    """Alive between forward and backward: the stash's, autograd's, what no hook sees (the heads' dX, closures' rotary tables)."""
     model = build(recipe, stage=stage, num_hidden_layers=3)
     tokens, labels = batch(ROWS, SEQ)
     saved: list[Tensor] = []
@@ -291,10 +290,9 @@ def _gradients(model: Transformer, reducer: GradReducer) -> Iterator[Tensor]:
 def test_bytes_on_the_wire_and_held_are_what_ranks_send_and_hold(tp: int, ep: int, zero: int, wire: str) -> None:
     """Against the collectives' own count and the tensors that stay, averaged over ranks; hidden states are FP32 here."""
     layout, counts = Layout(2, tp, ep, micro_batch=2, zero=zero), run_ranks(2, _sent, tp, ep, zero, wire)
-    local = local_parameters(WIRED, Recipe.block(), FP32, layout)
-    forecast = sent_bytes(WIRED, Recipe.block(), layout, SEQ, 2, local, torch.float32, Wires(gradients=wire))
-    for kind in ("gradients", "weights"):
-        forecast[kind] = forecast.pop(f"{kind} dense", 0.0) + forecast.pop(f"{kind} experts", 0.0)
+    held = local_parameters(WIRED, Recipe.block(), FP32, layout)
+    sent = sent_bytes(WIRED, Recipe.block(), layout, SEQ, 2, held, torch.float32, Wires(gradients=wire))
+    forecast = sent | {k: sent.pop(f"{k} dense", 0.0) + sent.pop(f"{k} experts", 0.0) for k in ("gradients", "weights")}
     static = memory(WIRED, Recipe.block(), FP32, layout, SEQ, torch.float32).static
     forecast |= {"held gradients": static["gradients"], "logged gradients": static["gradients"], "held states": static["states"]}
     for kind, value in forecast.items():
