@@ -35,7 +35,7 @@ from training.errors import STOPPED, UNSAVED, UserError
 from training.evaluate import evaluate
 from training.faults import Guard, slowest, unhealthy, worst_of
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
-from training.packing import packed_path
+from training.packing import other_corpus, packed_path
 from training.process import admit, choose_device, gather, leave, make_deterministic
 from training.profile import ProfileWindow
 from training.recovery import recover
@@ -94,6 +94,7 @@ class Run:
         self.train_data = PackedDataset(packed_path(data.dir, "train"), *packed)
         self.val_data, none = open_validation(packed_path(data.dir, "validation"), *packed, config.eval.samples)
         self.metrics.warn(none)
+        self.metrics.warn(other_corpus(data))
 
     def build(self) -> None:
         """Model and optimizer; no values yet."""

@@ -75,6 +75,9 @@ def read_info(path: str) -> PackedInfo:
     return info
 
 
+IDENTITY = ("source", "hub_name", "hub_config", "hub_split", "paths", "extra_dirs")  # settings that name a text
+
+
 def stale_reason(config: DataConfig, tokenizer: Tokenizer) -> str | None:
     """Why the packed files of `config` must be made (again); None when they are up to date."""
     settings = json.loads(json.dumps(corpus_settings(config)))
@@ -90,6 +93,17 @@ def stale_reason(config: DataConfig, tokenizer: Tokenizer) -> str | None:
         if changed:
             return f"{path} was packed from another corpus ({', '.join(changed)} differ)"
     return None
+
+
+def other_corpus(config: DataConfig) -> str | None:
+    """What to say where the training file holds another text than `config` names; a part of that text (`max_bytes`) is the same."""
+    path = packed_path(config.dir, "train")
+    held = read_info(path).settings
+    wanted = json.loads(json.dumps({name: getattr(config, name) for name in IDENTITY}))
+    changed = [f"data.{name}" for name, value in wanted.items() if name in held and held[name] != value]
+    if not changed:
+        return None
+    return f"{path} was packed with other {', '.join(changed)} and is what is read; python -m tools.prepare_data packs it anew"
 
 
 def pack_corpus(

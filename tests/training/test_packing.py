@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.training.corpora import EOS, TOKENIZER, ByteTokenizer, text_config, w
 from training import packing
 from training.data import IGNORED, PackedDataset, make_batch
 from training.errors import UserError
-from training.packing import SPLITS, documents_done, pack_corpus, packed_path, read_info, stale_reason
+from training.packing import SPLITS, documents_done, other_corpus, pack_corpus, packed_path, read_info, stale_reason
 
 
 def pack(config):
@@ -183,3 +184,13 @@ def test_one_token_documents_and_missing_newlines_are_fine(tmp_path):
     batch = make_batch(PackedDataset(path, 5).rows(np.array([0])), np.array([0]), EOS, True)
     assert batch.positions_BS.tolist() == [[0, 1, 0, 1, 0]]
     assert (batch.labels_BS != IGNORED).tolist() == [[True, False, True, False, True]]
+
+
+def test_training_on_another_text_than_the_config_names_is_said(tmp_path: Path) -> None:
+    write(tmp_path, a__txt="one", b__txt="two")
+    config = text_config(tmp_path)
+    pack_corpus(config, TOKENIZER)
+    assert other_corpus(config) is None
+    assert other_corpus(replace(config, max_bytes=5)) is None, "a part of the same text"
+    said = other_corpus(replace(config, source="stdlib", paths=[])) or ""
+    assert "data.source, data.paths" in said and "prepare_data" in said
