@@ -118,6 +118,8 @@ class AdamW:
         weight, master = self.weights[name], self._state[name]["master"]
         if master["data"] is not weight.data:
             weight.set_(self._codecs[name]["master"].decode(on_device(master, weight.data.device)))
+        else:
+            weight.note_written()
 
     def publish(self) -> None:
         """Brings every rank the weights that others update; nothing to do where each rank updates all it holds."""
@@ -163,8 +165,7 @@ class AdamW:
         is_tensor = isinstance(grad_scale, Tensor)
         scale = grad_scale.to(device, torch.float32) if is_tensor else torch.full((), grad_scale, device=device)
         hypers = {decays: self._hyper(lr, decays) for decays in (False, True)}
-        away = [self._state[name] for name, weight in todo if self._travels(weight)]
-        together = []
+        together, away = [], [self._state[name] for name, weight in todo if self._travels(weight)]
         with closing(visiting(away, device)) as visitors:
             for name, weight in todo:
                 draw = Draw(self.seed, self.num_steps, self._parameter[name])
@@ -177,6 +178,7 @@ class AdamW:
             next(visitors, None)  # the last one goes home
         self._update_together(together, hypers, scale)
         for _, weight in todo:
+            weight.note_written()  # kernels have written bytes that only their plans know of
             weight.clear_grad()
 
     def _hyper(self, lr: float, decays: bool) -> Hyper:

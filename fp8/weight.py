@@ -2,8 +2,7 @@
 
 Bytes and scales are buffers; what requires grad is an empty `anchor` that every Function takes, so gradients flow even when
 the input needs none (a frozen embedding still trains the layers). The gradient never passes through autograd: wgrad accumulates
-into `main_grad`.
-Quantised once an optimizer step by `set_`, never per use.
+into `main_grad`. Quantised once an optimizer step, never per use; who has written the bytes says so (`note_written`).
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Weight(nn.Module):
         anchor: empty Parameter; `anchor.requires_grad = False` freezes the weight.
         main_grad: gradient of the current optimizer step, FP32 unless `grad_dtype` says otherwise; None before the first use.
         gradient_draw: use of the step -> what a BF16 gradient is rounded by when that use is added; None: to nearest.
-        on_grad_ready: called with the weight after its last use in a step (`num_uses` uses in each micro-batch; head and embedding
-            have two with MTP); drives gradient reduction.
+        on_grad_ready: called with the weight after its last use in a step (`num_uses` in each micro-batch: two with MTP for some).
         decay: whether weight decay applies (matrices yes, norm weights no).
         init_std: standard deviation of the initial normal; None means "ones".
         expert: sharded over ep on dimension 0; its gradient is reduced over edp instead of dp.
@@ -70,7 +68,7 @@ class Weight(nn.Module):
         reduce: maximum over the ranks whose tensors share one scale (rows that travel between ranks); None on one rank.
         choice: `auto` only: [4] indices into `CANDIDATES` of (fprop, dgrad, wgrad), and 1 once they have been measured. On the
             CPU; adopted by the next `set_`.
-        version: another number whenever the values may be others: after `set_`, and from one optimizer step to the next.
+        version: another number whenever the bytes may be others; `note_written` counts, and nothing else.
         kept_transpose: where the transpose stays between uses (fp8/transposed.py); None: it is made for each use.
         sample, sample_amax: `auto` only: some rows in BF16, and the largest magnitude of the matrix that they are from.
     """
@@ -100,7 +98,6 @@ class Weight(nn.Module):
         self.grad_dtype = torch.float32
         self.gradient_draw: Callable[[int], Draw] | None = None
         self.on_grad_ready: Callable[[Weight], None] | None = None
-        self.last_microbatch = True
         self.health: Health | None = None
         self.observer: Observer | None = None
         self.reduce: Reduce | None = None
@@ -108,7 +105,7 @@ class Weight(nn.Module):
         self.sample: Tensor | None = None
         self.sample_amax: Tensor | None = None
         self.kept_transpose: KeptTranspose | None = None
-        self._uses, self._written, self.version = 0, False, 0
+        self._uses, self._written, self.version, self.last_microbatch = 0, False, 0, True
         self.use(recipe)
 
     def use(self, recipe: Recipe) -> None:
@@ -192,10 +189,7 @@ class Weight(nn.Module):
         return quantize_both(dy_TF, spec)
 
     def retile_grad_t(self, dy_q_RF: Quantized, live_B: Tensor | None = None) -> Quantized:
-        """Row-quantised [R, F] -> [F, Rp] tiled along rows, from the same bytes: a gradient is quantised once, where it is made.
-
-        `live_B` as for `quantize_t`.
-        """
+        """Row-quantised [R, F] -> [F, Rp] tiled along rows: quantised once, where it is made. `live_B` as for `quantize_t`."""
         return retile_t(dy_q_RF, self.gradient_t, live_B)
 
     @property
@@ -229,7 +223,11 @@ class Weight(nn.Module):
         self.data.copy_(q.data)
         if self.scale_inv is not None:
             self.scale_inv.copy_(q.scale_inv)
-        self.version += 1
+        self.note_written()
+
+    def note_written(self) -> None:
+        """To be called after every write to `data` or `scale_inv`: what is kept of earlier values (a transpose) is out of date."""
+        vars(self)["version"] += 1  # Module.__setattr__ takes longer than a launch
 
     def adopt(self, value: Tensor) -> None:
         """Turns `choice` into formats, and keeps the sample that the next choice is measured on."""
@@ -286,7 +284,7 @@ class Weight(nn.Module):
 
     def clear_grad(self) -> None:
         """Starts a new optimizer step: the next use overwrites `main_grad`, so nothing needs zeroing."""
-        vars(self).update(_written=False, _uses=0, version=self.version + 1)  # Module.__setattr__ takes longer than a launch
+        vars(self).update(_written=False, _uses=0)
 
     @property
     def has_grad(self) -> bool:

@@ -146,8 +146,8 @@ class Group:
                 if rank != self.axis.rank:
                     parts = self.parts(rank, dtype)
                     copy_bytes(parts, places_of(parts, arrived[rank]))
-            for weight in self.weights:
-                weight.version += weight.data.dtype == dtype
+            for weight in (w for w in self.weights if w.data.dtype == dtype):
+                weight.note_written()
 
 
 def _receive(groups: list[Group], module: nn.Module, args: Any) -> None:

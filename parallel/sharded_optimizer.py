@@ -92,7 +92,7 @@ class ShardedAdamW(AdamW):
                 if name in self.weights:
                     q = quantize(self._live_master(name), weight.spec, weight.scale_inv)
                     self.weights[name].data.copy_(q.data)
-                weight.version += 1
+                weight.note_written()
 
     def _live_master(self, name: str) -> Tensor:
         master = on_device(self._state[name]["master"], self.weights[name].data.device)
@@ -159,9 +159,7 @@ class ShardedReducer(GradReducer):
             bucket.round = 0 if last else bucket.round + 1
         if not last:
             for weight in self._bucket_of:
-                version = weight.version
                 weight.clear_grad()
-                weight.version = version  # the step goes on, with the same values
             return
         for shell, total in [*self._sums, *((s, s.whole.main_grad) for s in self._alone)]:
             shell.main_grad = total

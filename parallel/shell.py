@@ -59,12 +59,16 @@ class Shell(Weight):
         """As `Weight.set_`; where a scale is shared nothing is written before it is known (`ShardedAdamW.publish`)."""
         if not self.shares_scale:
             super().set_(value)
-            self.whole.version += 1
         elif self.recipe.adaptive:
             self.keep_sample(value)
 
     def adopt(self, value: Tensor) -> None:
         self.keep_sample(value)
+
+    def note_written(self) -> None:
+        """Of the other weight's bytes too: they are the same."""
+        super().note_written()
+        self.whole.note_written()
 
 
 def _pieces(weight: Weight, rows: slice) -> list[Piece]:

@@ -89,6 +89,7 @@ def fresh_step(model: nn.Module) -> None:
     """As an optimizer step leaves the weights: no gradients; kept transposes are turned again, outside of what is timed."""
     every: list[Weight] = [weight for _, weight in weights(model)]
     for weight in every:
+        weight.note_written()
         weight.clear_grad()
     refresh_transposes(every)
 

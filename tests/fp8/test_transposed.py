@@ -85,31 +85,59 @@ def test_one_turn_an_optimizer_step(turns: list[Quantized]) -> None:
         assert transposed(weight).data.data_ptr() == address, "a CUDA graph would read the old place"
 
 
-def change_set(weight: Weight) -> None:
+def by_set(weight: Weight, optimizer: AdamW) -> None:
     weight.set_(torch.randn(256, 128) + 1)
 
 
-def change_in_place(weight: Weight) -> None:
-    """As the optimizer's kernels and the gather of a sharded one do: bytes are written, then the step ends."""
+def by_hand(weight: Weight, optimizer: AdamW) -> None:
     weight.data.copy_(torch.randn(256, 128).to(weight.data.dtype))
-    weight.scale_inv.mul_(2)
-    weight.clear_grad()
+    weight.note_written()
 
 
-@pytest.mark.parametrize("change", [change_set, change_in_place])
-def test_new_values_are_seen(change: Callable[[Weight], None]) -> None:
-    weight = weight_of(Recipe.block(), True)
-    old = transposed(weight).data.view(torch.uint8).clone()
-    change(weight)
+def by_step(weight: Weight, optimizer: AdamW) -> None:
+    weight.add_grad(torch.randn(256, 128))
+    optimizer.step(0.5)
+
+
+def by_set_master(weight: Weight, optimizer: AdamW) -> None:
+    optimizer.set_master("w", torch.randn(256, 128))
+
+
+def by_load(weight: Weight, optimizer: AdamW) -> None:
+    """A checkpoint's reader fills the stored states (an FP32 weight is one), then weights are made from them."""
+    optimizer.state()["w"]["master"].copy_(torch.randn(256, 128))
+    optimizer.refresh("w")
+
+
+@pytest.mark.parametrize("name", ["block", "tensorwise_current", "bf16", "fp32"])
+@pytest.mark.parametrize("write", [by_set, by_hand, by_step, by_set_master, by_load])
+def test_new_values_are_seen(write: Callable[[Weight, AdamW], None], name: str) -> None:
+    """Whoever writes the bytes, also where an FP32 weight is its own master and nothing quantises it."""
+    weight = weight_of(RECIPES[name](), True)
+    optimizer = AdamW([("w", weight)])
+    optimizer.set_master("w", torch.randn(256, 128))
+    old, version = transposed(weight).data.contiguous().view(torch.uint8).clone(), weight.version
+    write(weight, optimizer)
     refresh_transposes([weight])
-    assert same(weight.kept_transpose._turned, transpose(weight.q))
-    assert not torch.equal(weight.kept_transpose._turned.data.view(torch.uint8), old)
+    assert weight.version != version
+    assert same(transposed(weight), transpose(weight.q))
+    assert not torch.equal(transposed(weight).data.contiguous().view(torch.uint8), old)
+
+
+def test_what_writes_no_value_leaves_transposes_alone(turns: list[Quantized]) -> None:
+    """Gradients come and go: in micro-batches, between those of ZeRO-2, and with a step that is refused."""
+    weight = weight_of(Recipe.block(), True)
+    micro_batch(weight, 0)
+    version = weight.version
+    weight.clear_grad()
+    micro_batch(weight, 1)
+    assert len(turns) == 1 and weight.version == version
 
 
 def test_refresh_turns_what_was_asked_for_and_is_old(turns: list[Quantized]) -> None:
     used, unused = weight_of(Recipe.block(), True), weight_of(Recipe.block(), True)
     transposed(used)
-    used.clear_grad()
+    used.note_written()
     for _ in range(2):
         refresh_transposes([used, unused, weight_of(Recipe.block(), False)])
     assert len(turns) == 2, "the first use and one refresh"

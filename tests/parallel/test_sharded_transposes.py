@@ -131,7 +131,9 @@ def turns(rank: int, size: int) -> list[Any]:
         patch.setattr(module, "transpose", counted)
         for step in range(3):
             trainee.micro_batch(2 * step, last=True)
+            before = [w.version for w in trainee.layer.children()]
             trainee.reducer.finish(last=False)
+            assert [w.version for w in trainee.layer.children()] == before
             assert not trainee.layer.w.has_grad
             trainee.step(2 * step + 1)
             counts.append(seen)

@@ -30,9 +30,11 @@ def test_everything_comes_back_bitwise(tmp_path: Path) -> None:
     drawn = torch.rand(4)
     model = Toy()
     other = checkpointer(tmp_path, model=model, optimizer=empty(model))
+    versions = {name: weight.version for name, weight in weights(model)}
     state = other.restore(quiet)
     assert (state.step, state.consumed, state.wandb_id, other.optimizer.num_steps) == (3, 12, "wid", 17)
     assert mismatches(model, other.optimizer) == []
+    assert [name for name, weight in weights(model) if weight.version == versions[name]] == [], "FP32 weights that were read"
     assert torch.equal(torch.rand(4), drawn), "the random generator goes on where it was"
 
 
