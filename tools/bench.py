@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from tools.arguments import make_parser
 from training.errors import exit_status
 
 COMMANDS = {
@@ -22,13 +23,12 @@ COMMANDS = {
 }
 
 
-def main() -> int | None:
-    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        print(__doc__)
-        for name, (_, text) in COMMANDS.items():
-            print(f"  {name:10} {text}")
-        return 2
-    return importlib.import_module(COMMANDS[sys.argv[1]][0]).main(sys.argv[2:])
+def main(argv: list[str] | None = None) -> int | None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser("bench", __doc__)
+    parser.add_argument("what", choices=COMMANDS, metavar="what", help="one of those below; its own options: WHAT --help")
+    parser.epilog = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
+    return importlib.import_module(COMMANDS[parser.parse_args(argv[:1]).what][0]).main(argv[1:])
 
 
 if __name__ == "__main__":

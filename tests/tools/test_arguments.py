@@ -16,7 +16,8 @@ from tests.helpers import ROOT
 from tools import arguments, bench, bench_comm, merge
 from training.errors import UserError, exit_status
 
-TOOLS = [p.stem for p in sorted((ROOT / "tools").glob("*.py")) if "__main__" in p.read_text(encoding="utf-8") and p.stem != "bench"]
+RUNNABLE = [p.stem for p in sorted((ROOT / "tools").glob("*.py")) if "__main__" in p.read_text(encoding="utf-8")]
+TOOLS = [name for name in RUNNABLE if name != "bench"]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 STEP = "step --config configs/tiny.yaml"
 
@@ -54,6 +55,28 @@ def test_help_names_the_command_and_explains_every_option(name: str, monkeypatch
     assert not [action.option_strings for action in options(parser) if not action.help]
     assert not [action.option_strings for action in options(parser) if "--json" in action.option_strings], "it is --out"
     parser.format_help()
+
+
+@pytest.mark.parametrize("name", [*RUNNABLE, *(f"bench {what}" for what in bench.COMMANDS)])
+def test_help_is_no_mistake(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module, *rest = name.split()
+    monkeypatch.setattr(sys, "argv", [f"tools/{module}.py", *rest, "--help"])
+    with pytest.raises(SystemExit) as end:
+        exit_status(importlib.import_module(f"tools.{module}").main)
+    said = capsys.readouterr()
+    assert end.value.code == 0 and said.err == "" and said.out.startswith(f"usage: python -m tools.{name} [-h]")
+
+
+def test_bench_lists_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, text) in bench.COMMANDS.items():
+        assert f"  {name:10} {text}" in lines
+    for given, message in (([], "required: what"), (["kernel"], "invalid choice: 'kernel' (choose from ")):
+        with pytest.raises(SystemExit) as end:
+            bench.main(given)
+        assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @no_gpu
