@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int | None:
     parser = make_parser("bench", __doc__)
     parser.add_argument("what", choices=COMMANDS, metavar="what", help="one of those below; its own options: WHAT --help")
     parser.epilog = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
-    return importlib.import_module(COMMANDS[parser.parse_args(argv[:1]).what][0]).main(argv[1:])
+    return importlib.import_module(COMMANDS[parser.parse_known_args(argv[:1])[0].what][0]).main(argv[1:])
 
 
 if __name__ == "__main__":
