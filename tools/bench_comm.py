@@ -33,7 +33,7 @@ from parallel.send_plan import order_ref, own_slots, slot_bytes
 from tools import bench_wire
 from tools.arguments import add_out, at_least, make_parser, write_json
 from tools.bench_kernels import Timer
-from tools.output import need_gpu
+from tools.output import need_gpu, shown
 from training.errors import UserError
 
 # bytes per second and direction of one rank: NVLink as NCCL's all-to-all of 256 MB uses it on H200, and two network cards
@@ -207,8 +207,8 @@ def model_gradients(timer: Timer | None, params: int, ranks: int, device: torch.
     return legs
 
 
-def show(legs: list[Leg]) -> None:
-    """A table; FP8 rows end with FP8 over BF16. `size` is tokens or parameters."""
+def show(legs: list[Leg], timed: bool) -> None:
+    """A table; FP8 rows end with FP8 over BF16. `size` is tokens or parameters. `timed`: casts and packing are."""
     title = f"{'leg':18} {'size':>10} {'ranks':>5} {'':6} {'MB sent':>8} {'/bf16':>6}"
     heads = "".join(f" {name:>16} {'/bf16':>6}" for name in WIRES)
     print(f"{title} {'cast us':>8} {'pack us':>8} |{heads}   (us; wire computed, the rest measured)")
@@ -216,7 +216,7 @@ def show(legs: list[Leg]) -> None:
     for x in legs:
         b = base[x.leg, x.tokens, x.ranks]
         line = f"{x.leg:18} {x.tokens:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f} {x.nbytes / max(b.nbytes, 1):6.3f}"
-        line += f" {x.cast:8.1f} {x.pack:8.1f} |"
+        line += "".join(f" {shown(us if timed else None, '8.1f')}" for us in (x.cast, x.pack)) + " |"
         line += "".join(f" {x.total(w):16.1f} {x.total(w) / max(b.total(w), 1e-9):6.2f}" for w in WIRES.values())
         print(line)
 
@@ -268,7 +268,7 @@ def on_one(args: argparse.Namespace) -> list[Leg]:
     for params in args.params:
         for ranks in args.ranks:
             legs += model_gradients(timer, params, ranks, device)
-    show(legs)
+    show(legs, cuda)
     return legs
 
 

@@ -51,7 +51,7 @@ from tools.arguments import (
 from tools.bench_layer import print_kernels, profile
 from tools.bench_layouts import layout_named, refuse_impossible, route_evenly, traffic_of
 from tools.bench_mirror import mirrored
-from tools.output import need_gpu
+from tools.output import need_gpu, shown
 from tools.roofline import copy_rate, step_share
 from training.config import ParallelConfig
 from training.errors import UserError
@@ -272,10 +272,11 @@ def run(
     row |= {"tokens_per_s": tokens / row["ms"] * 1e3, "tflops": flops / row["ms"] / 1e9}
     share = work.parts, tokens // work.parts // mesh.world.size  # a rank's: micro-batches, tokens of one
     row["roofline"] = step_share(work.config, *share, work.seq, recipe.is_fp8, sum(row[p] for p in phases[:-2]), rate)
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     if speaks:
         print(f"{name:<12}" + "".join(f"{row[p]:11.2f}" for p in (*phases, "ms")), end="")
-        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{row['roofline']:10.0%}{row['peak_gib']:8.1f}", end="")
+        of_gpu = shown(row["roofline"], "10.0%") + shown(row["peak_gib"], "8.1f")
+        print(f"{row['tokens_per_s']:11.0f}{row['tflops']:9.1f}{of_gpu}", end="")
         print(f"   {layout}   loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}", flush=True)
     if mesh.world.size > 1:
         row |= traffic_of(stepper)

@@ -40,6 +40,7 @@ from parallel.grad_wire import OwnerBucket, even_bounds
 from parallel.mesh import Axis, Mesh
 from parallel.payload import RowFormat, pack, sum_packed
 from parallel.shard import Shards
+from tools.output import shown
 from training.errors import UserError
 
 ROW = Recipe.block().wire
@@ -266,9 +267,10 @@ def show(legs: list[Measured]) -> None:
     for x in legs:
         base = first.setdefault((x.leg, x.size), x)
         rate = x.nbytes / x.wire / 1e3 if x.wire else 0.0
-        replayed = x.graph / base.graph if base.graph else 0.0
-        numbers = (x.wire, rate, x.no_casts, x.whole, x.whole / base.whole, x.graph, replayed, x.nbytes / max(base.nbytes, 1))
-        print(f"{x.leg:20} {x.size:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f}" + "".join(f" {n:11.2f}" for n in numbers))
+        replayed = (x.graph, x.graph / base.graph) if x.graph and base.graph else (None, None)  # not every leg is captured
+        numbers = (x.wire, rate, x.no_casts, x.whole, x.whole / base.whole, *replayed, x.nbytes / max(base.nbytes, 1))
+        line = f"{x.leg:20} {x.size:10} {x.ranks:5} {x.fmt:6} {x.nbytes / 1e6:8.1f}"
+        print(line + "".join(f" {shown(n, '11.2f')}" for n in numbers))
 
 
 def measure(args: argparse.Namespace, mesh: Mesh, device: torch.device) -> list[Measured]:

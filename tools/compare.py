@@ -6,7 +6,8 @@
     python -m tools.compare --join runs/seed1 runs/seed2 --tail 0.5        one table of comparisons that ran side by side
 
 Each run is `train.py`'s own, one after the other in this process: same data in the same order, same initial weights for a seed.
-Recipes that the device cannot run are emulated. Writes OUT/compare.json (every loss) and OUT/compare.md (the table) after each run.
+Recipes that the device cannot run are emulated. Writes OUT/compare.json (every loss) and OUT/compare.md (the table) after each run;
+OUT is a new folder, runs/compare-CONFIG or, where that exists, runs/compare-CONFIG-2 and so on, unless --out names one.
 A run that breaks or diverges has a row that says why. A signal ends the comparison: the run that it cuts short is left out (130).
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import os
@@ -29,6 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as train.py does, before 
 import torch
 
 from tools.arguments import at_least, make_parser, names, whole_numbers
+from tools.output import shown
 from tools.reference_arithmetic import reference_arithmetic
 from train import run
 from training.config import Config, load_config
@@ -50,15 +53,15 @@ class Outcome:
     loss: float  # mean over the last share of the logged steps
     val: float
     seconds: float
-    tokens_per_s: float
-    memory_gb: float
+    tokens_per_s: float | None  # None: of too few steps
+    memory_gb: float | None  # GiB at the allocator's peak; None on a CPU
     losses: list[tuple[int, float]]
     stopped: str | None = None  # why it has no result
 
 
 def config_of(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Config:
     """The run of a setting and a seed. Raises UserError."""
-    fixed = [f"run.dir={Path(args.out) / f'{name}-{seed}'}", f"train.seed={seed}", f"train.log_every={args.log_every}"]
+    fixed = [f"run.dir={Path(args.out or '') / f'{name}-{seed}'}", f"train.seed={seed}", f"train.log_every={args.log_every}"]
     fixed += ["checkpoint.every=0", "log.wandb=off", "log.progress=false", "fp8.emulate=true"]
     return load_config(args.config, [*fixed, *args.overrides, *settings])
 
@@ -76,12 +79,13 @@ def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int)
     if status != DONE:
         raise KeyboardInterrupt
     seconds = time.perf_counter() - start
-    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
     loss = tail_mean(losses, args.tail)
     val = [r["val/loss"] for r in records if "val/loss" in r]
-    speed = statistics.median([r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:] or [0.0])
+    speeds = [r["tokens_per_s"] for r in records if "tokens_per_s" in r][1:]  # the first step compiles
+    speed = statistics.median(speeds) if speeds else None
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -128,10 +132,9 @@ def table(outcomes: list[Outcome], base: str) -> str:
             spread = f" (± {statistics.stdev(ratios):.2f})" if len(ratios) > 1 else ""
             gaps[key] = f"{statistics.mean(ratios):+.3f}%{spread}" if ratios else "-"
         loss, val = (f"{mean(key):.4f}".replace("nan", "-") for key in ("loss", "val"))  # no validation: eval.samples=0
-        lines.append(
-            f"| {name} | {len(runs)} | {loss} | {gaps['loss']} | {val} | {gaps['val']} "
-            f"| {mean('tokens_per_s'):,.0f} | {mean('memory_gb'):.2f} |"
-        )
+        measured = {key: mean(key) if all(getattr(o, key) for o in runs) else None for key in ("tokens_per_s", "memory_gb")}
+        speed, memory = shown(measured["tokens_per_s"], ",.0f"), shown(measured["memory_gb"], ".2f")
+        lines.append(f"| {name} | {len(runs)} | {loss} | {gaps['loss']} | {val} | {gaps['val']} | {speed} | {memory} |")
     without = [o for o in outcomes if o.stopped is not None]
     lines += [f"| {o.name}, seed {o.seed} | 0 | stopped: {o.stopped} | - | - | - | - | - |" for o in without]
     return "\n".join(lines)
@@ -141,7 +144,7 @@ def broken(name: str, seed: int, error: Exception) -> Outcome:
     """The outcome of a run that ended with `error`."""
     why = str(error) if isinstance(error, BadStepError | UserError) else f"{type(error).__name__}: {error}"
     text = " ".join(why.replace("|", "/").split())
-    return Outcome(name, seed, 1, math.nan, math.nan, 0.0, 0.0, 0.0, [], text if len(text) <= 160 else f"{text[:160]}...")
+    return Outcome(name, seed, 1, math.nan, math.nan, 0.0, None, None, [], text if len(text) <= 160 else f"{text[:160]}...")
 
 
 def settings_in(text: str) -> list[str]:
@@ -179,6 +182,26 @@ def parse_settings(args: argparse.Namespace) -> dict[str, list[str]]:
     return found
 
 
+def claim(out: str | None, config: str) -> Path:
+    """The comparison's folder, made: `out`, or the first of runs/compare-CONFIG, runs/compare-CONFIG-2 ... that nobody has.
+
+    Raises UserError where `out` holds a comparison, or the disk does not take it.
+    """
+    if out is not None and (Path(out) / "compare.json").exists():
+        raise UserError(f"{out} holds a comparison already: another --out, and --join shows both in one table")
+    stem = f"runs/compare-{Path(config).stem}"
+    for number in itertools.count(1):
+        folder = Path(out or (stem if number == 1 else f"{stem}-{number}"))
+        try:
+            folder.mkdir(parents=True, exist_ok=out is not None)
+            return folder
+        except FileExistsError as error:
+            if out is not None:
+                raise UserError(f"cannot write {folder}: {error.strerror}") from error
+        except OSError as error:
+            raise UserError(f"cannot write {folder}: {error.strerror}") from error
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs everything; the table grows after each run, so that an interrupted comparison still has one."""
     parser = make_parser("compare", __doc__)
@@ -190,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--reference", action="append", default=[], help="a setting that runs through the reference arithmetic")
     parser.add_argument("--seeds", type=whole_numbers(0), default="1234", help="with commas between them")
     parser.add_argument("--base", help="what gaps are measured against; the first setting by default")
-    parser.add_argument("--out", default="runs/compare", help="folder of the table and of the runs; one without a comparison")
+    parser.add_argument("--out", help="folder without a comparison, for the table and the runs; default: a new runs/compare-CONFIG")
     parser.add_argument("--log-every", type=at_least(1), default=5, help="steps between two losses of a curve")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
@@ -211,15 +234,9 @@ def main(argv: list[str] | None = None) -> None:
     for option, named in (("--base", base), *(("--reference", name) for name in args.reference)):
         if named not in settings:
             raise UserError(f"{option} {named} is none of the settings: {', '.join(settings)}")
-    if (Path(args.out) / "compare.json").exists():
-        raise UserError(f"{args.out} holds a comparison already: another --out, and --join shows both in one table")
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {args.out}: {error.strerror}") from error
     for name, values in settings.items():  # a mistake in the last setting is told before the first has run
         config_of(args, name, values, args.seeds[0])
-    outcomes: list[Outcome] = []
+    args.out, outcomes = claim(args.out, args.config), []
     for seed in args.seeds:
         for name, values in settings.items():
             try:
@@ -232,9 +249,9 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 outcomes.append(broken(name, seed, error))
             text = table(outcomes, base)
-            (Path(args.out) / "compare.json").write_text(json.dumps([asdict(o) for o in outcomes]), encoding="utf-8")
-            (Path(args.out) / "compare.md").write_text(text + "\n", encoding="utf-8")
-            print(text, flush=True)
+            (args.out / "compare.json").write_text(json.dumps([asdict(o) for o in outcomes]), encoding="utf-8")
+            (args.out / "compare.md").write_text(text + "\n", encoding="utf-8")
+            print(f"{text}\nin {args.out}/compare.md", flush=True)
     if not any(o.stopped is None for o in outcomes):
         raise UserError("no run came to its end")
 

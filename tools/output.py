@@ -1,4 +1,4 @@
-"""What tools share: a folder that appears under its name only when it is whole; the need of a GPU."""
+"""What tools share: a folder that appears under its name only when it is whole; the need of a GPU; figures and their absence."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def need_gpu(what: str) -> None:
 
     if not torch.cuda.is_available():
         raise UserError(f"{what} needs a CUDA GPU; torch {torch.__version__} finds none on this machine")
+
+
+def shown(value: float | None, form: str) -> str:
+    """`value` in a format such as "8.1f"; None, which nothing has measured (device memory on a CPU), as "-" of that width."""
+    return format(value, form) if value is not None else format("-", ">" + form.partition(".")[0].strip(","))
 
 
 @contextmanager

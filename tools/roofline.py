@@ -59,6 +59,6 @@ def step_seconds(c: ModelConfig, tokens: int, seq_len: int, fp8: bool, rate: flo
     return sum(n * part_seconds(c, part, tokens, seq_len, fp8, rate) for part, n in parts.items())
 
 
-def step_share(c: ModelConfig, parts: int, tokens: int, seq_len: int, fp8: bool, milliseconds: float, rate: float) -> float:
-    """The share that the least time of `parts` micro-batches has of `milliseconds`; 0 where nothing was copied (rate 0: no GPU)."""
-    return 1e3 * parts * step_seconds(c, tokens, seq_len, fp8, rate) / milliseconds if rate else 0.0
+def step_share(c: ModelConfig, parts: int, tokens: int, seq_len: int, fp8: bool, milliseconds: float, rate: float) -> float | None:
+    """The share that the least time of `parts` micro-batches has of `milliseconds`; None without a GPU (`rate` 0)."""
+    return 1e3 * parts * step_seconds(c, tokens, seq_len, fp8, rate) / milliseconds if rate else None

@@ -162,7 +162,9 @@ def test_small_sizes_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "new" / "comm.json"
     monkeypatch.setattr(sys, "argv", ["bench", "comm", "--model", "--out", str(out)])
     assert exit_status(bench.main) == 0
-    assert "dispatch x" in capsys.readouterr().out and '"leg": "weights"' in out.read_text(encoding="utf-8")
+    said = capsys.readouterr().out
+    assert "dispatch x" in said and all(" - " in line for line in said.splitlines()[2:]), "casts and packing are not measured"
+    assert '"leg": "weights"' in out.read_text(encoding="utf-8")
 
 
 def test_types_of_options() -> None:

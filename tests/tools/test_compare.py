@@ -41,6 +41,39 @@ def test_a_comparison_without_validation_has_no_numbers_for_it(tmp_path: Path, c
     assert "| b | 1 | 2.0000 | +0.000% | - | - | 100 |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("unmeasured", [None, 0.0], ids=["now", "as once written"])
+def test_what_was_not_measured_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture, unmeasured: float | None) -> None:
+    """A CPU has no device memory, and a run of one logged step no rate after the first."""
+    one = replace(outcome("a", 1, 2.0), memory_gb=unmeasured, tokens_per_s=unmeasured)
+    compare.main(["--join", write(tmp_path / "1", one, outcome("b", 1, 2.0))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("| - | - |") and lines[3].endswith("| 100 | 2.00 |")
+
+
+def test_comparisons_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The same command twice, and once more with another config: each says where it is, and --join takes all."""
+    config = Path("configs/tiny.yaml").absolute()
+    (tmp_path / "mine.yaml").write_bytes(config.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "one_run", lambda args, name, settings, seed: outcome(name, seed, 2.0))
+    with pytest.raises(UserError, match="did you mean"):
+        compare.main(["--config", str(config), "--set", "a:optim.lrr=1"])
+    for seed, path in enumerate((config, config, "mine.yaml")):
+        compare.main(["--config", str(path), "--recipes", "block", "--seeds", str(seed)])
+    folders = ["runs/compare-tiny", "runs/compare-tiny-2", "runs/compare-mine"]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("in ")]
+    assert said == [f"in {folder}/compare.md" for folder in folders]
+    compare.main(["--join", *folders])
+    assert "| block | 3 |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="runs/compare-tiny holds a comparison already"):
+        compare.main(["--config", str(config), "--recipes", "block", "--out", folders[0]])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write file"):
+        compare.main(["--config", str(config), "--recipes", "block", "--out", "file"])
+
+
 def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text('[{"name": "x"}]')
     for folder in (tmp_path, tmp_path / "none"):
