@@ -263,6 +263,13 @@ def test_a_wrong_command_is_found(line: str, monkeypatch: pytest.MonkeyPatch) ->
         check_command(line)
 
 
+def test_the_readme_names_the_versions_that_make_installs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"Python 3\.11 or 3\.12: torch ([\d.]+), and beside its CPU build triton ([\d.]+)\)", text)
+    pins = (ROOT / "requirements.txt").read_text(encoding="utf-8") + (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert list(found.groups()) == [re.search(rf"\b{name}==(\S+)", pins)[1] for name in ("torch", "triton")]
+
+
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
