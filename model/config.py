@@ -16,6 +16,9 @@ class ModelConfig:
         bias_update_rate: step of the zero-mean expert-bias update, once an optimizer step.
         head_z_loss_weight: coefficient of logsumexp(logits)^2 of the language model head.
         loss_chunk: tokens whose logits exist at once.
+        embedding_init_std: standard deviation of the initial embedding; None takes `initializer_range`, as Ling does. Then the
+            first block's output, nearly the same for all tokens, is larger than what tells tokens apart, and a new router sends
+            them all to a few experts; around 1 it does not (Takase et al., arXiv 2312.16903, on embeddings and loss spikes).
     """
 
     vocab_size: int = 157184
@@ -39,6 +42,7 @@ class ModelConfig:
     max_position_embeddings: int = 4096
     num_nextn_predict_layers: int = 0
     initializer_range: float = 0.006
+    embedding_init_std: float | None = None
     mtp_loss_weight: float = 0.1
     router_z_loss_weight: float = 3.5e-6
     aux_loss_weight: float = 0.0
@@ -75,6 +79,8 @@ class ModelConfig:
             "routed_scaling_factor", "rms_norm_eps", "rope_theta", "max_position_embeddings", "initializer_range",
         )  # fmt: skip
         found += [f"model.{name} = {getattr(self, name)} must be positive" for name in positive if not getattr(self, name) > 0]
+        if self.embedding_init_std is not None and not self.embedding_init_std > 0:
+            found.append(f"model.embedding_init_std = {self.embedding_init_std} must be positive, or null for initializer_range")
         not_negative = (
             "num_shared_experts", "mtp_loss_weight", "router_z_loss_weight", "aux_loss_weight", "bias_update_rate",
             "head_z_loss_weight",

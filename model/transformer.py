@@ -82,13 +82,14 @@ class Transformer(nn.Module):
         self.mesh = mesh = Mesh.solo() if mesh is None else mesh
         uses = 1 + c.num_nextn_predict_layers  # embedding and head serve the MTP layer too
         plain = Recipe.fp32() if recipe.name == "fp32" else Recipe.bf16()
-        vd, options = (c.vocab_size, c.hidden_size), dict(init_std=c.initializer_range, num_uses=uses)
+        vd, std = (c.vocab_size, c.hidden_size), c.initializer_range
         own = mesh.tp.sequence
-        self.embedding = split_weight(vd, 0, mesh.tp, plain, **options)
+        embedding_std = std if c.embedding_init_std is None else c.embedding_init_std
+        self.embedding = split_weight(vd, 0, mesh.tp, plain, init_std=embedding_std, num_uses=uses)
         stages = [stage_of(stage, f"layers.{i}", layer_kind(c, i), c.num_hidden_layers) for i in range(c.num_hidden_layers)]
         self.layers = nn.ModuleList(Layer(c, recipe, mesh, self.stash, i, s) for i, s in enumerate(stages))
         self.norm = Weight(c.hidden_size, recipe=Recipe.fp32(), init_std=None, decay=False, tp_partial=own)
-        self.head = split_weight(vd, 0, mesh.tp, recipe, **options)
+        self.head = split_weight(vd, 0, mesh.tp, recipe, init_std=std, num_uses=uses)
         mtp_stage = stage_of(stage, "mtp", "mtp", c.num_hidden_layers)
         self.mtp = MTP(c, recipe, mesh, self.stash, "mtp", mtp_stage) if c.num_nextn_predict_layers else None
         apply_recipe(self, recipe, c.num_hidden_layers)

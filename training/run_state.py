@@ -19,7 +19,7 @@ FORMAT = 1
 # Fields of ModelConfig that may change between stages of one model; any other makes another model of it.
 TUNABLE = {
     "mtp_loss_weight", "router_z_loss_weight", "head_z_loss_weight", "aux_loss_weight", "bias_update_rate",
-    "initializer_range", "loss_chunk", "max_position_embeddings", "rope_theta",
+    "initializer_range", "embedding_init_std", "loss_chunk", "max_position_embeddings", "rope_theta",
 }  # fmt: skip
 Warn = Callable[[str], None]
 Check = Callable[[Path], str | None]  # reads a checkpoint's files; what is wrong with them

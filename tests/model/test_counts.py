@@ -58,6 +58,12 @@ def test_numbers_that_would_make_nan_are_refused(name: str, value: float) -> Non
     assert ModelConfig(**{name: value}).problems() == [f"model.{name} = {value} must be positive"]
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_an_embedding_without_spread_is_refused(value: float) -> None:
+    (problem,) = ModelConfig(embedding_init_std=value).problems()
+    assert problem.startswith(f"model.embedding_init_std = {value} must be positive")
+
+
 @pytest.mark.parametrize(
     "name",
     ["num_shared_experts", "mtp_loss_weight", "router_z_loss_weight", "aux_loss_weight", "bias_update_rate", "head_z_loss_weight"],

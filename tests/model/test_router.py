@@ -149,3 +149,15 @@ def test_balance_loss_stays_at_least_one_for_vanishing_scores(logit: float) -> N
     scores = logit + torch.linspace(0, 3, 8)
     top = scores.topk(2).indices.expand(8, 2)  # every token to the two largest: f and P are sorted alike
     assert 1 - 1e-5 <= balance_loss(top, scores.expand(8, 8)) < float("inf")
+
+
+def test_a_large_embedding_spreads_the_tokens_of_a_new_model() -> None:
+    """With all matrices alike, what attention adds to every token outweighs the embedding: tokens look the same to a router."""
+    busiest = {}
+    for std in (None, 1.0):
+        model = build(Recipe.fp32(), num_hidden_layers=4, num_experts=32, embedding_init_std=std)
+        tokens, labels = batch(rows=4, seq_len=128)
+        model(tokens, labels, count_valid(tokens, labels))
+        loads = [router.counts.max() / router.counts.double().mean() for name, router in routers(model) if "mtp" not in name]
+        busiest[std] = torch.stack(loads).mean().item()
+    assert busiest[1.0] < 0.6 * busiest[None], busiest

@@ -8,7 +8,7 @@ import torch
 from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.loss import NumValid, count_valid
-from model.transformer import Transformer
+from model.transformer import Transformer, initial_values
 from tests.model.tiny import batch, build, grads, optimizer_of, relative_error
 
 
@@ -157,3 +157,10 @@ def test_two_runs_are_bitwise_equal() -> None:
     assert results[0][0] == results[1][0]
     for name, data in results[0][1].items():
         assert torch.equal(data.view(torch.uint8), results[1][1][name].view(torch.uint8)), name
+
+
+def test_initial_deviations_are_those_of_the_configuration() -> None:
+    model = build(Recipe.fp32(), initializer_range=0.05, embedding_init_std=0.7)
+    spread = {name: value.std().item() for name, _, value in initial_values(model, 0)}
+    assert spread["embedding"] == pytest.approx(0.7, rel=0.02)
+    assert spread["head"] == pytest.approx(0.05, rel=0.02) == spread["layers.0.attention.out"]
