@@ -1,7 +1,7 @@
 """Optimizer states in pinned host memory: each visits the GPU for its update while its neighbours are on the way.
 
-Trades time for memory: every step moves all states over PCIe in both directions (16.3B parameters with lean states: 66 GB each
-way, about 1.3 s at 50 GB/s). Off by default.
+Trades time for memory: every step moves all states over PCIe in both directions (16.3B parameters with lean states: 65 GB each
+way, about 2 s; tools/plan_offload.py has the reckoning). Off by default.
 """
 
 from __future__ import annotations

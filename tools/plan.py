@@ -17,13 +17,13 @@ from parallel.mesh import check_layout, close_mesh
 from parallel.sharded_optimizer import wire_for
 from tools.arguments import at_least, make_parser
 from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
+from tools.plan_offload import bytes_at_a_time, visit_seconds, visitors
 from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, Wires, speed
 from training.config import Config, load_config
 from training.errors import UserError, exit_status
 from training.states import gradient_format, optimizer_states
 
 GB = 1e9
-HOST_LINK = 50  # GB/s of pinned copies each way (PCIe 5 x16)
 MARGIN = 0.03  # of the forecast peak
 MAX_EP, MAX_TP, STAGES = 256, 8, range(5)
 STATES = ("whole on every replica", "sharded over replicas (parallel.zero=1)", "sharded, gradients too (parallel.zero=2)")
@@ -57,11 +57,10 @@ def planned_memory(config: Config, layout: Layout, states: States, recipe: Recip
     recipe, c = recipe or config.fp8.build(), config.model
     gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
     held = memory(c, recipe, states, layout, config.data.seq_len, gradients=gradients)
-    if config.optim.offload:  # the states of three weights at a time visit the GPU
-        held.host, held.static["states"] = held.static["states"], 0
-        local = local_parameters(c, recipe, states, layout)
-        largest = max(c.num_experts // layout.ep * 2 * c.moe_intermediate_size, c.vocab_size // layout.tp) * c.hidden_size
-        held.working["optimizer"] = int(3 * largest * held.host / (local["dense"] + local["experts"]))
+    if config.optim.offload:
+        sizes = visitors(c, recipe, states, layout)
+        held.host, held.working["optimizer"] = sum(sizes), bytes_at_a_time(sizes)
+        held.static["states"] -= held.host
     return held
 
 
@@ -73,10 +72,11 @@ def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: 
     batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
     gradients = wire_for(parallel.grad_wire, recipe.is_fp8)
     wires = Wires(parallel.tp_wire, parallel.combine_wire, gradients, parallel.overlap_gather)
-    moved = held.host or held.static["states"]
+    moved = held.host + held.static["states"]
     needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, moved, wires, config.train.cuda_graphs)
     if held.host:
-        needed.parts["offload"] = max(2 * held.host / (HOST_LINK * 1e9) - needed.parts["optimizer"], 0.0)
+        visits = visit_seconds(visitors(config.model, recipe, states, layout))
+        needed.parts["offload"] = max(visits - needed.parts["optimizer"], 0.0)
     return Plan(layout, states, held, needed)
 
 
@@ -86,8 +86,12 @@ def configured(config: Config, gpus: int) -> Layout | None:
     if not isinstance(stage, int) or config.problems(gpus):
         return None
     zero = parallel.zero if gpus // parallel.tp > 1 else 0
-    keep = config.fp8.keep_transposed
-    return Layout(gpus, parallel.tp, parallel.ep, stage, config.train.micro_batch, zero, keep_transposed=keep)
+    return Layout(gpus, parallel.tp, parallel.ep, stage, config.train.micro_batch, zero, **_options(config))
+
+
+def _options(config: Config) -> dict[str, bool]:
+    """What the search takes from the config as it stands."""
+    return {"keep_transposed": config.fp8.keep_transposed, "peer_copies": config.parallel.peer_copies}
 
 
 def _powers(limit: int) -> list[int]:
@@ -116,7 +120,7 @@ def layouts(config: Config, gpus: int) -> list[Layout]:
                 if round_batch(config, batch * (gpus // tp)) is None:
                     continue
                 for zero in (0, 1, 2) if gpus // tp > 1 else (0,):
-                    found.append(Layout(gpus, tp, ep, 0, batch, zero, keep_transposed=config.fp8.keep_transposed))
+                    found.append(Layout(gpus, tp, ep, 0, batch, zero, **_options(config)))
     return found
 
 

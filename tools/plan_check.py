@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,4 +99,5 @@ def compare(config: Config) -> Comparison:
         optimizer.step(1e-4)
         note("optimizer")
     optimizer.settle()
-    return Comparison(planned_memory(config, layout, states), base, kept, max(peaks.values()), peaks)
+    forecast = planned_memory(config, replace(layout, peer_copies=False), states)  # their buffers are not the allocator's
+    return Comparison(forecast, base, kept, max(peaks.values()), peaks)

@@ -20,6 +20,7 @@ from fp8.weight import weights
 from model.config import ModelConfig
 from model.transformer import Transformer
 from parallel.mesh import Axis, Mesh
+from parallel.send_plan import slot_bytes
 
 BUCKET_BYTES = 64 << 20  # parallel/grad_reduce.py
 # CUDA context, cuBLAS workspaces and what the caching allocator cannot fill: measured as reserved minus allocated, plus context.
@@ -38,7 +39,7 @@ class Layout:
         micro_batch: sequences a rank takes at once.
         zero: masters and moments (1), gradients too (2), split over the ranks that hold the same weight (dp, or edp for experts).
         balance: rows of the busiest expert rank over the mean; 1 is even.
-        keep_transposed: fp8.keep_transposed.
+        keep_transposed, peer_copies: fp8.keep_transposed, parallel.peer_copies (where `has_peer`).
     """
 
     world: int = 1
@@ -49,6 +50,7 @@ class Layout:
     zero: int = 0
     balance: float = 1.1
     keep_transposed: bool = False
+    peer_copies: bool = False
 
     @property
     def dp(self) -> int:
@@ -62,6 +64,11 @@ class Layout:
     def gathers(self) -> bool:
         """As parallel.dispatch=auto decides."""
         return self.ep == 2
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether gathered rows go by copy engines."""
+        return self.gathers and self.peer_copies
 
     def mesh(self) -> Mesh:
         """Axes of the right sizes, without process groups: enough to build a model."""
@@ -244,6 +251,13 @@ def communication_buffers(c: ModelConfig, layout: Layout, seq_len: int, gradient
     return int(found + (2 * BUCKET_BYTES if layout.dp > 1 else 0))
 
 
+def peer_buffers(c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, hidden: torch.dtype = torch.bfloat16) -> int:
+    """What parallel/peer.py holds for good, outside of the allocator: both ranks' rows and slots, and sums on their way back."""
+    b, t = Bytes(recipe, hidden), layout.micro_batch * seq_len // layout.tp
+    gathered = 2 * (c.hidden_size * b.activation + slot_bytes(c.num_experts_per_tok))
+    return int(t * (gathered + c.hidden_size * b.hidden)) if layout.has_peer else 0
+
+
 def memory(
     c: ModelConfig,
     recipe: Recipe,
@@ -263,6 +277,7 @@ def memory(
         own = 4 * count[f"{kind} parameters"] // size  # owners' sums, in FP32
         held["gradients"] += own if layout.zero == 2 and size > 1 else count[f"{kind} gradients"]
     held["communication"] = communication_buffers(c, layout, seq_len, gradients)
+    held["peer buffers"] = peer_buffers(c, recipe, layout, seq_len, hidden)
     short = working(c, recipe, layout, seq_len, hidden)
     if layout.zero:
         parts = {kind: count[f"{kind} weights"] * (size + 1) // size for kind, size in shards.items() if size > 1}

@@ -47,6 +47,7 @@ GPUS = {
     "b200": Gpu("B200", 178 << 30, 2600, 1600, 2000, 1300, (1000, 780), 6.9, 500, 40, False),
 }
 EXPOSED = 0.6  # share of dispatch and combine that the shared expert does not hide
+PEER_EXPOSED = 0.3  # with parallel.peer_copies: configs/small.yaml at ep=2, 4.7 ms of wire a step, takes 1.4 ms less (bench step)
 HIDES = 0.5  # share of the last micro-batch's backward that hides gradient reduction
 # Forward and backward on one H200 over the sum of their parts here (micro-batches of 4 x 4096): all of Ling-mini at stage 2 1.00,
 # with MTP 1.08 (train.py with configs/ling_mini_1gpu.yaml), six of its layers 1.18 (bench step), 1.00 as a CUDA graph.
@@ -57,7 +58,8 @@ OPTIMIZER_OVER_TRAFFIC = 1.2  # lean states of all of Ling-mini: 64 ms, FP32 one
 HOST_SECONDS = 12e-3
 ASSUMPTIONS = (
     "experts get equal shares of tokens (the busiest rank 10% more); no packing loss; no pipeline parallelism in octet",
-    f"dispatch and combine: {EXPOSED:.0%} in sight; gradients hide behind {HIDES:.0%} of a backward",
+    f"dispatch and combine: {EXPOSED:.0%} in sight, {PEER_EXPOSED:.0%} with parallel.peer_copies; gradients hide behind {HIDES:.0%}"
+    " of a backward",
     f"compute takes {STEP_OVER_PARTS} x the sum of its kernels, and {HOST_SECONDS * 1e3:.0f} ms a layer and micro-batch at least"
     " unless train.cuda_graphs (calibrated on one H200)",
     "ep or dp groups within 8 consecutive ranks use NVLink; what goes further goes at the network's 40 GB/s a GPU (400 Gb/s NICs)",
@@ -205,7 +207,7 @@ def speed(
     again = {0: 0.0, 1: 0.05, 2: 0.1, 3: 0.25, 4: 1.0}[layout.stage] * (gemms + experts + attention + element) / 3.2
 
     sent = sent_bytes(c, recipe, layout, seq_len, micro_batches, local, wires=wires)
-    exposed = link_seconds(sent["dispatch"] + sent["combine"], layout.ep, 1, gpu) * EXPOSED
+    exposed = link_seconds(sent["dispatch"] + sent["combine"], layout.ep, 1, gpu) * (PEER_EXPOSED if layout.has_peer else EXPOSED)
     exposed += link_seconds(sent["tp"], layout.tp, 1, gpu) * 0.7
     axes = {"dense": (layout.dp, layout.tp), "experts": (layout.edp, layout.ep)}
     reduce = sum(link_seconds(sent[f"gradients {kind}"], *axis, gpu) for kind, axis in axes.items())

@@ -188,8 +188,8 @@ def test_a_batch_that_does_not_divide_is_rounded_and_said(big: Config) -> None:
 def test_offloaded_states_leave_the_gpu_and_cost_the_link() -> None:
     kept_, moved = (load_config("configs/ling_mini.yaml", [f"optim.offload={flag}"]) for flag in ("false", "true"))
     on, off = (make_plan(c, Layout(8, ep=8), GPUS["h200"], FP32) for c in (kept_, moved))
-    assert off.memory.host == on.memory.static["states"] and off.memory.peak >= on.memory.peak - off.memory.host
-    assert off.memory.peak < on.memory.peak - 0.5 * off.memory.host
+    assert off.memory.host + off.memory.static["states"] == on.memory.static["states"]  # those of FP32 weights stay
+    assert on.memory.peak - off.memory.host <= off.memory.peak < on.memory.peak - 0.5 * off.memory.host
     assert off.speed.expected > on.speed.expected
 
 
