@@ -37,6 +37,7 @@ test-slow: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 install: $(READY)
 

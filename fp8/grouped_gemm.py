@@ -85,9 +85,7 @@ def clear_unused(y_RN: Tensor, groups: Groups) -> None:
 
 def _slices(groups: Groups) -> list[tuple[int, int, int]]:
     """(expert, first row, real rows) of the experts that have rows. Reads the device: reference paths only."""
-    return [
-        (e, s, n) for e, (s, n) in enumerate(zip(groups.starts_E.tolist(), groups.counts_E.tolist(), strict=True)) if n
-    ]
+    return [(e, s, n) for e, (s, n) in enumerate(zip(groups.starts_E.tolist(), groups.counts_E.tolist(), strict=True)) if n]
 
 
 def _has_kernel(a: Quantized, b: Quantized) -> bool:

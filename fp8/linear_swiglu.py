@@ -63,9 +63,7 @@ class _LinearSwiglu(torch.autograd.Function):
         return dx_TD, None, None, None, None, None, None, None
 
 
-def linear_swiglu(
-    x: Activation, weight: Weight, consumer: Weight, stash: Stash, name: str, rebuild: bool = False
-) -> Activation:
+def linear_swiglu(x: Activation, weight: Weight, consumer: Weight, stash: Stash, name: str, rebuild: bool = False) -> Activation:
     """`swiglu_quantize(linear(x, weight), consumer, ...)` of x [T, D] and weight [2f, D], gate first: [T, f] for `consumer`."""
     made = _Made()
     carrier = _LinearSwiglu.apply(x.carrier, weight.anchor, x, weight, consumer, stash, name, made)

@@ -43,6 +43,4 @@ def scaled_mm_mx(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [M, K] . b [N, K]^T -> [M, N] on SM100."""
     kind, swizzled = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scale_a, scale_b = swizzle(row_scales(a)), swizzle(row_scales(b))
-    return F.scaled_mm(
-        a.data, b.data.t(), scale_a, kind, scale_b, kind, swizzle_a=swizzled, swizzle_b=swizzled, output_dtype=dtype
-    )
+    return F.scaled_mm(a.data, b.data.t(), scale_a, kind, scale_b, kind, swizzle_a=swizzled, swizzle_b=swizzled, output_dtype=dtype)

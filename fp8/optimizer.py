@@ -248,9 +248,7 @@ def _key(role: str, part: str) -> str:
     return role if part == "data" else f"{role}.{part}"
 
 
-def update_ref(
-    weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor
-) -> None:
+def update_ref(weight: Weight, state: dict[str, State], codecs: dict[str, Codec], h: Hyper, draw: Draw, grad_scale: Tensor) -> None:
     """One weight's update in place: states decoded, updated, encoded; the weight quantised from the stored master."""
     old = [codecs[role].decode(state[role]) for role in ROLES]
     word = None

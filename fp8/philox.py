@@ -60,9 +60,7 @@ class Draw:
         return self.micro_batch << 16, self.parameter | self.stream << 24, self.step
 
 
-def philox_ref(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox_ref(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four counter words -> four random words, each int64 holding 32 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

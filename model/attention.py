@@ -94,9 +94,7 @@ def _attend_documents(q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, cu_seqlens
     if q.is_cuda:
         return _varlen(q, k, v, cu_seqlens, max_seqlen or shape[1]).view(shape)
     ends = cu_seqlens.tolist()
-    parts = [
-        attend(q[None, a:b], k[None, a:b], v[None, a:b], None)[0] for a, b in zip(ends[:-1], ends[1:], strict=True) if b > a
-    ]
+    parts = [attend(q[None, a:b], k[None, a:b], v[None, a:b], None)[0] for a, b in zip(ends[:-1], ends[1:], strict=True) if b > a]
     return torch.cat(parts).view(shape)
 
 

@@ -20,9 +20,7 @@ from parallel.split import split_weight
 class MLP(nn.Module):
     """x [t, D] quantised -> [t, D]; the width is split over `tp`."""
 
-    def __init__(
-        self, hidden: int, width: int, std: float, recipe: Recipe, tp: Axis, stash: Stash, name: str, stage: int
-    ) -> None:
+    def __init__(self, hidden: int, width: int, std: float, recipe: Recipe, tp: Axis, stash: Stash, name: str, stage: int) -> None:
         super().__init__()
         self.tp, self.stash, self.name, self.stage = tp, stash, name, stage
         self.gate_up = split_weight((2 * width, hidden), 0, tp, recipe, [(width, 1), (width, 1)], init_std=std)

@@ -60,9 +60,7 @@ def _rank_main(rank: int, size: int, store: str, pipe: Connection, fn: Callable[
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
         # Pickled by the plain pickler: tensors travel as bytes, not as shared memory that dies with the rank.
         pipe.send((True, _to_bytes(fn(rank, size, *args))))
         dist.barrier()  # a rank that leaves early takes its connections with it

@@ -1,5 +1,7 @@
 """From a checkpoint of a run (or of an import) to a folder that inference engines load (`tools/convert_hf.py export`).
 
+`--dtype` is one of
+
     fp8    attention, MLPs and experts as block FP8: for a run in the block recipe the very bytes it trained with, made from the
            masters exactly as training makes them; head and eh_proj, which the format keeps in BF16, hold their trained FP8 values
     bf16   every master rounded once

@@ -210,11 +210,7 @@ def import_hf(source: Path, folder: Path, final: Path, drop_mtp: bool, progress:
     _copy_weights(files, found, config, writer, progress)
     writer.finish()
     _carry(source, files, folder / "hf")
-    state = RunState(
-        step=0, consumed=0, num_steps=0, model=dataclasses.asdict(config), tokenizer=fingerprint, data="", config=run
-    )
+    state = RunState(step=0, consumed=0, num_steps=0, model=dataclasses.asdict(config), tokenizer=fingerprint, data="", config=run)
     (folder / "state.json").write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
     seal_alone(folder)
     return config
-
-

@@ -32,9 +32,7 @@ def visitors(config: ModelConfig, recipe: Recipe, states: States, layout: Layout
 
 
 @functools.lru_cache(maxsize=1024)
-def _visitors(
-    config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, dense: int, expert: int
-) -> tuple[int, ...]:
+def _visitors(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, dense: int, expert: int) -> tuple[int, ...]:
     """`dense`, `expert`: ranks that share the states of such a weight. MoE layers are alike: one is looked at."""
     first = config.first_k_dense_replace
     again = max(config.num_hidden_layers - first - 1, 0)

@@ -49,9 +49,7 @@ class Checkpointer:
         seconds: how long the last save took.
     """
 
-    def __init__(
-        self, config: Config, model: nn.Module, optimizer: AdamW, mesh: Mesh, tokenizer: str, data: str
-    ) -> None:
+    def __init__(self, config: Config, model: nn.Module, optimizer: AdamW, mesh: Mesh, tokenizer: str, data: str) -> None:
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
         self.tokenizer, self.data = tokenizer, data
         self.folder = Path(config.run.dir) / "checkpoints"

@@ -227,8 +227,7 @@ class Config:
             found.append(f"optim.decay_steps={optim.decay_steps} must be at least 1 with optim.schedule=wsd")
         if self.data.seq_len > model.max_position_embeddings:
             found.append(
-                f"data.seq_len={self.data.seq_len} is more than "
-                f"model.max_position_embeddings={model.max_position_embeddings}"
+                f"data.seq_len={self.data.seq_len} is more than model.max_position_embeddings={model.max_position_embeddings}"
             )
         if self.data.vocab_size > model.vocab_size:
             found.append(f"data.vocab_size={self.data.vocab_size} is more than model.vocab_size={model.vocab_size}")

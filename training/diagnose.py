@@ -29,7 +29,7 @@ TRANSIENT = "the step repeated is finite: suspect the hardware"
 def first_bad(
     model: nn.Module, weights: Sequence[tuple[str, Weight]], batches: Sequence[Batch], num_valid: NumValid, world: Axis
 ) -> str:
-    """"rank 1: output of layers.3.block in micro-batch 0; ...". Leaves gradients, counts and amax to be discarded."""
+    """Text like "rank 1: output of layers.3.block in micro-batch 0; ...". Leaves gradients, counts and amax to be discarded."""
     own = _bad_weight(model, weights)
     replayed = _replay(model, weights, batches, num_valid)
     named = [f"rank {rank}: {part}" for rank, part in enumerate(gather(own or replayed, world)) if part]
@@ -54,9 +54,7 @@ def _first_of(checks: Sequence[tuple[str, Tensor]]) -> str | None:
     return next((name for (name, _), fine in zip(checks, flags, strict=True) if not fine), None)
 
 
-def _replay(
-    model: nn.Module, weights: Sequence[tuple[str, Weight]], batches: Sequence[Batch], num_valid: NumValid
-) -> str | None:
+def _replay(model: nn.Module, weights: Sequence[tuple[str, Weight]], batches: Sequence[Batch], num_valid: NumValid) -> str | None:
     checks: list[tuple[str, Tensor]] = []
     with _watching(model, weights, checks):
         for place, batch in enumerate(batches):

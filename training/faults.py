@@ -1,9 +1,10 @@
 """What happens when a step goes bad, and when a number looks bad: policies, limits, warnings.
 
-    loss or gradient not finite on any rank, or a spike   ->  no rank updates anything; then, by `faults.policy`,
-        stop       the run ends with status 3
-        skip       the step's data is passed over, the weights stay; `max_streak` bad steps in a row end the run
-        rollback   the newest checkpoint comes back, the data goes on; `max_streak` returns to one checkpoint end the run
+Loss or gradient not finite on any rank, or a spike: no rank updates anything; then, by `faults.policy`,
+
+    stop       the run ends with status 3
+    skip       the step's data is passed over, the weights stay; `max_streak` bad steps in a row end the run
+    rollback   the newest checkpoint comes back, the data goes on; `max_streak` returns to one checkpoint end the run
 """
 
 from __future__ import annotations

@@ -77,9 +77,7 @@ class GraphedMicroBatch:
             return False
         if torch.are_deterministic_algorithms_enabled():
             return False
-        return not any(
-            w.health or w.observer or len(w.scales) or w.recipe.adaptive or w.adds_by_chance for w in self.weights
-        )
+        return not any(w.health or w.observer or len(w.scales) or w.recipe.adaptive or w.adds_by_chance for w in self.weights)
 
     def __call__(self, tokens_BS: Tensor, labels_BS: Tensor, num_valid: NumValid) -> Losses:
         """Forward and backward; gradients are in the weights afterwards. `takes` must hold."""

@@ -169,9 +169,7 @@ class Metrics:
             self.event("resume", done)
         name = config.run.name or self.path.parent.name
         log = config.log
-        self.wandb = WandbLog(
-            config.run.dir, log.wandb, log.project, log.entity, name, wandb_id, config.to_dict(), self.warn
-        )
+        self.wandb = WandbLog(config.run.dir, log.wandb, log.project, log.entity, name, wandb_id, config.to_dict(), self.warn)
         if done:
             self.wandb.remember(read_metrics(self.path))
         if log.progress and sys.stderr.isatty():
@@ -240,7 +238,7 @@ class Metrics:
 
 
 def health_by_class(measured: dict[str, float]) -> dict[str, float]:
-    """"NAME/ROLE/METRIC" of every weight -> "fp8/CLASS/ROLE/METRIC": the mean over layers, and the worst of them."""
+    """Of every weight "NAME/ROLE/METRIC" -> "fp8/CLASS/ROLE/METRIC": the mean over layers, and the worst of them."""
     found: dict[str, list[float]] = defaultdict(list)
     for key, value in measured.items():
         found[re.sub(r"^layers\.\d+\.", "", key)].append(value)

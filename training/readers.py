@@ -100,9 +100,7 @@ def read_parquet(key: str, path: str, text_key: str, tally: Tally) -> Iterator[t
         raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from error
 
 
-def read_hub(
-    name: str, config: str | None, split: str, streaming: bool, text_key: str, tally: Tally
-) -> Iterator[tuple[str, str]]:
+def read_hub(name: str, config: str | None, split: str, streaming: bool, text_key: str, tally: Tally) -> Iterator[tuple[str, str]]:
     """One document a row of a Hugging Face data set (or of a local folder that `datasets` can load)."""
     try:
         import datasets

@@ -162,9 +162,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         # The default one walks the values and drops those it does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 

@@ -152,9 +152,7 @@ class TrainStep:
         self.auto.abandon()
         self.reducer.abandon()
         losses = dict.fromkeys(("loss", "mtp_loss", "z_loss", "aux_loss"), math.nan)
-        return StepResult(
-            **losses, grad_norm=grad_norm, num_tokens=num_tokens, interrupted=interrupted, problem=problem
-        )
+        return StepResult(**losses, grad_norm=grad_norm, num_tokens=num_tokens, interrupted=interrupted, problem=problem)
 
     def _backward(self, batches: Sequence[Batch], num_valid: NumValid) -> list[Losses]:
         results = []
@@ -175,9 +173,7 @@ class TrainStep:
             results.append(losses)
         return results
 
-    def _report(
-        self, losses: list[Losses], norm: Tensor, num_valid: NumValid, interrupted: bool
-    ) -> tuple[list[float], list[int]]:
+    def _report(self, losses: list[Losses], norm: Tensor, num_valid: NumValid, interrupted: bool) -> tuple[list[float], list[int]]:
         """The step's numbers and the ranks whose own loss is not finite: one collective, and the one host sync of a step."""
         world, device = self.mesh.world, norm.device
         sums = torch.stack([torch.stack([x.ce_sum, x.mtp_sum, x.z_loss, x.aux_loss]) for x in losses]).sum(0).double()

@@ -50,9 +50,7 @@ def test_what_was_not_measured_is_no_number(tmp_path: Path, capsys: pytest.Captu
     assert lines[2].endswith("| - | - |") and lines[3].endswith("| 100 | 2.00 |")
 
 
-def test_comparisons_do_not_share_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_comparisons_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The same command twice, and once more with another config: each says where it is, and --join takes all."""
     config = Path("configs/tiny.yaml").absolute()
     (tmp_path / "mine.yaml").write_bytes(config.read_bytes())

@@ -108,9 +108,7 @@ def test_memory_falls_along_the_stages_and_with_sharding() -> None:
     mini = ModelConfig(num_nextn_predict_layers=1)
     peaks = [memory(mini, Recipe.block(), FP32, Layout(8, ep=8, stage=s), 4096).peak for s in range(5)]
     assert peaks == sorted(peaks, reverse=True)
-    whole, sharded = (
-        memory(mini, Recipe.block(), FP32, Layout(8, ep=2, zero=zero), 4096).static["states"] for zero in (0, 1)
-    )
+    whole, sharded = (memory(mini, Recipe.block(), FP32, Layout(8, ep=2, zero=zero), 4096).static["states"] for zero in (0, 1))
     assert sharded < whole / 3.9  # edp 4, dp 8
 
 

@@ -48,8 +48,7 @@ def test_the_split_depends_on_the_name_only(tmp_path):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder, **{f"{name}__txt": name for name in names if name != missing})
     here, there = (
-        {d.text: d.split for d in read(text_config(tmp_path / folder, validation_fraction=0.3))[0]}
-        for folder in ("here", "there")
+        {d.text: d.split for d in read(text_config(tmp_path / folder, validation_fraction=0.3))[0]} for folder in ("here", "there")
     )
     assert len(set(here.values())) == 2
     assert there == {text: split for text, split in here.items() if text != names[7]}
@@ -57,9 +56,7 @@ def test_the_split_depends_on_the_name_only(tmp_path):
 
 def test_own_validation_files(tmp_path):
     write(tmp_path, a__txt="train", b__txt="held out")
-    config = text_config(
-        tmp_path, "a.txt", validation_paths=[str(tmp_path / "b.txt")], validation_fraction=0.9
-    )
+    config = text_config(tmp_path, "a.txt", validation_paths=[str(tmp_path / "b.txt")], validation_fraction=0.9)
     assert [(d.text, d.split) for d in read(config)[0]] == [("train", "train"), ("held out", "validation")]
     with pytest.raises(UserError, match=r"a\.txt is matched by both"):
         read(text_config(tmp_path, "a.txt", validation_paths=[str(tmp_path / "*.txt")]))
@@ -162,7 +159,6 @@ def test_empty_files_are_counted_and_a_corpus_of_them_is_refused(tmp_path):
     assert tally.first["empty file"].endswith("a.txt")
     with pytest.raises(UserError, match=r"no document.*1 x empty file.*a\.txt"):
         read(text_config(tmp_path, "a.txt"))
-
 
 
 def test_bad_utf8_is_replaced_and_counted_but_a_real_replacement_character_is_not(tmp_path):

@@ -92,8 +92,7 @@ def test_resume_is_exact_also_twice_and_across_epochs_and_with_other_ranks(num_s
     for leg, steps in enumerate(stops):
         ranks = 1 + leg % 2
         loaders = [
-            Loader(dataset, global_batch=4, micro_batch=2, seed=7, rank=r, num_ranks=ranks, consumed=consumed)
-            for r in range(ranks)
+            Loader(dataset, global_batch=4, micro_batch=2, seed=7, rank=r, num_ranks=ranks, consumed=consumed) for r in range(ranks)
         ]
         for _ in range(steps):
             seen += [i for micro in zip(*map(step_ids, loaders), strict=True) for ids in micro for i in ids]
@@ -159,8 +158,7 @@ def test_isolated_documents_cover_the_batch(rows):
 def test_validation_covers_each_sample_once_in_equal_batches(num_samples, micro, ranks, limit):
     dataset = dataset_of(num_samples * 4 + 1)
     per_rank = [
-        list(validation_batches(dataset, micro_batch=micro, rank=r, num_ranks=ranks, max_samples=limit))
-        for r in range(ranks)
+        list(validation_batches(dataset, micro_batch=micro, rank=r, num_ranks=ranks, max_samples=limit)) for r in range(ranks)
     ]
     assert len({len(batches) for batches in per_rank}) == 1
     batches = [batch for rank_batches in per_rank for batch in rank_batches]

@@ -26,9 +26,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def train(
-    graphed: bool, steps: int = 5, micro_batches: int = 3, kept: bool = False
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(graphed: bool, steps: int = 5, micro_batches: int = 3, kept: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
     with torch.device("cuda"):
         model = Transformer(CONFIG, Recipe.block(), Mesh.solo())
     if kept:

@@ -161,9 +161,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["start-up", "evaluation", "saving"])
-def test_stopped_at_any_moment_saves_and_says_143(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_stopped_at_any_moment_saves_and_says_143(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     signalled(
         monkeypatch,
         {
