@@ -61,8 +61,8 @@ class DispatchPlan:
     """How tokens went, so that results find their way back; what `dispatch` returns.
 
     Attributes:
-        perm: from the rows received here to the rows of this rank's experts. `perm.groups` is what the grouped GEMMs
-        take. send, recv: tokens to and from each rank; empty on a solo axis, where tokens are permuted in place.
+        perm: from the rows received here to the rows of this rank's experts. `perm.groups` is what the grouped GEMMs take.
+        send, recv: tokens to and from each rank; empty on a solo axis, where tokens are permuted in place.
         token_M: int64 token of each row sent, in (rank, token) order; None: all tokens go to each rank.
         row_Tn: int64 row, among what comes back, of token t's sum on each rank; -1 where it has none.
         tokens: [n * T, D], gathered: what the rows were made from.

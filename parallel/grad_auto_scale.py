@@ -131,10 +131,7 @@ class SharedScaleBucket(OwnerBucket):
 
     def launch(self) -> None:
         """Starts to agree on the scales."""
-        if self.transient:
-            self.flat = self._collect()
-            for weight in self.weights:
-                weight.main_grad = None
+        self._take()
         starts = starts_of(self.weights)
         own = torch.stack([scale_of(self.flat[a:b]) for a, b in pairwise(starts)])
         self._scales = start_all_reduce(own, self.axis, KIND, "min")

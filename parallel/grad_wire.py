@@ -140,12 +140,16 @@ class OwnerBucket:
                 flat[start : start + weight.numel].copy_(weight.main_grad.reshape(-1))
         return flat
 
-    def launch(self) -> None:
-        """Sends each owner its part."""
+    def _take(self) -> None:
+        """Transient: the gradients move into `flat`; otherwise they have always been there."""
         if self.transient:
             self.flat = self._collect()
             for weight in self.weights:
                 weight.main_grad = None
+
+    def launch(self) -> None:
+        """Sends each owner its part."""
+        self._take()
         send = [end - start for start, end in pairwise(self.bounds)]
         if self.wire == "fp8":
             on_wire = self._pack(self.flat, 0, SENT, self.axis.rank + self.round * self.axis.size)
@@ -222,10 +226,7 @@ def sum_of_ranks(arrived: Quantized | Tensor, size: int) -> Tensor:
         part = slice(start, start + rows)
         value = (arrived[part].float() if is_tensor else arrived.rows(part).dequantize()).reshape(-1)
         total = value.clone() if total is None else total.add_(value)
-    if total is None:
-        device = arrived.device
-        return torch.zeros(0, device=device)
-    return total
+    return torch.zeros(0, device=arrived.device) if total is None else total
 
 
 def even_bounds(size: int, tiles: int) -> list[int]:

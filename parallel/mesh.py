@@ -41,7 +41,7 @@ class Axis:
         size: number of ranks.
         traffic: where collectives on this axis count their bytes.
         wire: how rows that will be summed travel (tp reduce-scatter, ep combine): None in their own dtype, an FP8 spec as FP8
-        bytes that are summed in FP32.
+            bytes that are summed in FP32.
         sequence: tp only: the tokens between dense layers are split over the axis; off, every rank has them all.
         gathers: ep only: every rank gets every token of the axis, and nobody counts (parallel/dispatch.py).
         peer: ep of two ranks only: how rows travel instead of through NCCL (parallel/peer.py).

@@ -23,8 +23,15 @@ from fp8.embedding import add_rows, embedding
 from fp8.rms_norm import Normed
 from fp8.stash import Ticket
 from fp8.weight import Weight
-from parallel.collectives import Pending, all_gather, all_gather_rows, all_reduce, reduce_scatter, start_all_reduce
-from parallel.collectives import start_reduce_scatter as _start_reduce_scatter
+from parallel.collectives import (
+    Pending,
+    all_gather,
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from parallel.mesh import Axis
 
 KIND = "tp"
@@ -54,7 +61,7 @@ def start_sum_tokens(partial_TD: Tensor, axis: Axis) -> Pending:
         return start_all_reduce(partial_TD, axis, KIND)
     if axis.wire is not None:
         return Pending(reduce_scatter(partial_TD, axis, KIND, axis.wire), None, axis, KIND)
-    return _start_reduce_scatter(partial_TD, axis, KIND)
+    return start_reduce_scatter(partial_TD, axis, KIND)
 
 
 class _DerivedTicket(Ticket):

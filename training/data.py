@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from training.corpus import DataConfig as DataConfig  # the `data` section, for whoever composes the configuration
 from training.errors import UserError
 from training.packing import read_info
 

@@ -58,13 +58,13 @@ def compare_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
         own = torch.stack([fingerprint(t) for t in tensors.values()])
         table = all_gather(own[None], axis, "report").tolist()
         for place, name in enumerate(tensors):
-            found += _minority(name, [row[place] for row in table], axis, mesh)
+            found += _minority(name, [row[place] for row in table], axis)
     verdict = _from_all(found, mesh.world)
     if verdict:
         raise DesyncError(f"step {step}: replicas differ: {'; '.join(verdict[:5])}{' ...' if len(verdict) > 5 else ''}")
 
 
-def _minority(name: str, values: list[int], axis: Axis, mesh: Mesh) -> list[str]:
+def _minority(name: str, values: list[int], axis: Axis) -> list[str]:
     """A line where not all values are the same; the ranks with the rarer value are the suspects."""
     common, count = Counter(values).most_common(1)[0]
     if count == len(values):
