@@ -59,8 +59,9 @@ class DataConfig:
             problems.append(f"data.source={self.source} needs data.paths")
         if self.source == "hub" and not self.hub_name:
             problems.append("data.source=hub needs data.hub_name")
-        if self.source == "hub" and self.validation_paths:
-            problems.append("data.validation_paths is for local files, not for data.source=hub")
+        for name in ("paths", "validation_paths") if self.source in ("stdlib", "hub") else ():
+            if getattr(self, name):
+                problems.append(f"data.{name} is for data.source=text, jsonl or parquet, not {self.source}")
         if self.source != "stdlib" and self.extra_dirs:
             problems.append(f"data.extra_dirs is for data.source=stdlib, not {self.source}")
         if not 0.0 <= self.validation_fraction < 1.0:

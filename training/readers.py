@@ -81,9 +81,11 @@ def read_jsonl(key: str, path: str, text_key: str, tally: Tally) -> Iterator[tup
 
 def read_parquet(key: str, path: str, text_key: str, tally: Tally) -> Iterator[tuple[str, str]]:
     """One document a row, its text in column `text_key`."""
-    import pyarrow
-    import pyarrow.parquet
-
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("data.source=parquet needs the `pyarrow` package: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names

@@ -135,7 +135,7 @@ def test_override_mistakes(tmp_path: Path) -> None:
 
 
 def test_config_survives_a_round_trip(tmp_path: Path) -> None:
-    config = load_config(TINY, ["run.name=1e3", "data.paths=['a', 'off']", "log.entity=~"])
+    config = load_config(TINY, ["run.name=1e3", "data.source=text", "data.paths=['a', 'off']", "log.entity=~"])
     assert load_config(write(tmp_path, config.to_yaml())) == config
     assert config.run.name == "1e3"
     assert load_config(TINY, ["train.steps=1e3", "data.max_bytes=1.5e6"]).train.steps == 1000

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_parquet_and_its_ugly_rows(tmp_path):
         read(text_config(tmp_path, "*.parquet", source="parquet"))
 
 
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"never read")
+    sources = {"pyarrow": text_config(tmp_path, "*.parquet", source="parquet"), "datasets": DataConfig(source="hub", hub_name="a/b")}
+    for package, config in sources.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(UserError, match=f"data.source={config.source} needs the `{package}` package: pip install {package}"):
+            read(config)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hub_data_sets(tmp_path, monkeypatch, streaming):
     datasets = pytest.importorskip("datasets")
@@ -196,6 +206,8 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("settings", "message"), [
     (dict(source="text"), "data.paths"),
+    (dict(paths=["mine/*.txt"]), "data.paths is for data.source=text, jsonl or parquet, not stdlib"),
+    (dict(source="hub", hub_name="x", paths=["y"]), "data.paths is for"),
     (dict(source="hub"), "data.hub_name"),
     (dict(validation_fraction=1.0), "validation_fraction=1.0"),
     (dict(seq_len=0), "seq_len=0"),
