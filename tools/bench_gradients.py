@@ -24,7 +24,8 @@ from model.loss import count_valid
 from model.router import routers
 from model.transformer import Transformer
 from tools.arguments import at_least, make_parser, names
-from tools.bench_operands import batch_of, error
+from tools.bench_numerics import error
+from tools.bench_operands import batch_of
 from tools.generate import load
 from training.errors import UserError
 

@@ -50,12 +50,13 @@ DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def lost(x: Tensor, value: Tensor) -> float:
-    """Share of non-zero elements that are zero in `value`."""
-    return ((x != 0) & (value == 0)).sum().item() / (x != 0).sum().item()
+def lost(got: Tensor, want: Tensor) -> float:
+    """Share of non-zero elements that became zero."""
+    return ((got == 0) & (want != 0)).sum().item() / (want != 0).sum().item()
 
 
 def error(got: Tensor, want: Tensor) -> float:
+    """Relative L2 error."""
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -70,7 +71,7 @@ def rows() -> Iterator[tuple[str, str, list[float]]]:
             x_value, xt_value, dyt_value = x_q.dequantize(), x_t.dequantize(), dy_t.dequantize()
             fprop = error(x_value @ w_q.dequantize().t(), x @ w.t())
             wgrad = error(dyt_value @ xt_value.t(), dy.t() @ x)
-            yield kind, name, [fprop, wgrad, lost(x, x_value), lost(dy.t(), dyt_value), lost(x.t(), xt_value)]
+            yield kind, name, [fprop, wgrad, lost(x_value, x), lost(dyt_value, dy.t()), lost(xt_value, x.t())]
 
 
 def main(argv: list[str]) -> None:

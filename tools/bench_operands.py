@@ -21,17 +21,15 @@ from fp8.recipe import Recipe
 from fp8.weight import Weight, weights
 from model.loss import count_valid
 from model.transformer import Transformer
+from tools.bench_numerics import RECIPES as SYNTHETIC
+from tools.bench_numerics import error, lost
 from tools.generate import load
 from training.data import PackedDataset
 from training.errors import UserError
 from training.packing import packed_path
 from training.run_state import RunState, locate
 
-RECIPES = {
-    "tensorwise, hybrid": Recipe.tensorwise_current(),
-    "tensorwise, E4M3": Recipe.tensorwise_current("e4m3"),
-    "block": Recipe.block(),
-}
+RECIPES = {name: SYNTHETIC[name] for name in ("tensorwise, hybrid", "tensorwise, E4M3", "block")}
 
 
 @dataclass(eq=False)
@@ -65,18 +63,9 @@ def operands(model: Transformer, tokens: Tensor, labels: Tensor, gemm: str) -> I
         yield name, seen["activation"], weight.data.float(), seen["grad"]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got - want).norm() / want.norm()).item()
-
-
 def of_elements(got: Tensor, want: Tensor) -> float:
     """Mean relative error of the elements that are not zero."""
     return ((got - want).abs() / want.abs())[want != 0].mean().item()
-
-
-def lost(got: Tensor, want: Tensor) -> float:
-    """Share of non-zero elements that became zero."""
-    return ((got == 0) & (want != 0)).sum().item() / (want != 0).sum().item()
 
 
 def measure(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe) -> dict[str, float]:
