@@ -41,7 +41,8 @@ def test_a_step_by_phase_its_share_of_the_roofline_and_its_trace(
     assert kept["last_loss"] == plain["last_loss"] == rows[0]["last_loss"], "kept transposes change no bit"
     header, *lines = capsys.readouterr().out.splitlines()[1:]
     assert "roofline" in header and len(lines) >= len(rows)
-    assert all(line.partition("   solo ")[0].split()[-2:] == ["-", "-"] for line in lines if "   solo " in line)
+    printed = [line.partition("   solo ")[0].split()[-2:] for line in lines if "   solo " in line]
+    assert printed == [["-", "-"]] * len(printed) and len(printed) >= 2
 
 
 def test_phases_of_several_replayed_micro_batches_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,12 @@ def test_top_k_and_temperature() -> None:
 def test_context_is_never_exceeded(run: Path) -> None:
     model, tokenizer = load(str(run), None, None, torch.device("cpu"))
     model.config = tiny.replace(model.config, max_position_embeddings=16)
-    generate(model, tokenizer, TEXT, 4)
-    generate(model, tokenizer, "", 40)
+    logits, seen = model.logits, []
+    model.logits = lambda tokens, cache: (seen.append(tokens.shape[1]), logits(tokens, cache))[1]
+    for prompt, new in ((TEXT, 4), ("", 40), (TEXT, 40)):
+        generate(model, tokenizer, prompt, new)
+        assert 0 < sum(seen) < 16 and len(seen) <= new, (prompt, seen)  # the last token that is drawn is not read
+        seen.clear()
 
 
 def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
