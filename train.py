@@ -34,6 +34,7 @@ from training.data import Loader, PackedDataset, open_validation
 from training.errors import STOPPED, UNSAVED, UserError
 from training.evaluate import evaluate
 from training.faults import Guard, slowest, unhealthy, worst_of
+from training.idle_keys import idle_keys
 from training.metrics import Metrics, Phases, Throughput, console_line, expert_load, health_by_class, load_table
 from training.packing import other_corpus, packed_path
 from training.process import admit, choose_device, gather, leave, make_deterministic
@@ -152,7 +153,7 @@ class Run:
         metrics.say(self.throughput.formula())
         if train.deterministic:
             metrics.say(make_deterministic(device))
-        for note in (fit_note(optim, train.steps), *config.idle_keys(device.type), self.window.missed(self.done)):
+        for note in (fit_note(optim, train.steps), *idle_keys(config, device.type), self.window.missed(self.done)):
             metrics.warn(note)
 
     # ---------------------------------------------------------------- the loop

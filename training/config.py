@@ -148,21 +148,6 @@ class Config:
         """A file that `load_config` reads back to an equal Config."""
         return dump_yaml(self.to_dict())
 
-    def idle_keys(self, device: str) -> list[str]:
-        """What to say of keys that are set and change nothing beside the others, or on this `device` ("cpu", "cuda")."""
-        optim, profile = self.optim, self.profile
-        on_gpus = {"train.cuda_graphs": self.train.cuda_graphs, "optim.offload": optim.offload, "profile.memory": profile.memory}
-        found = [f"{key} is for GPUs: it changes nothing on a CPU" for key, value in on_gpus.items() if value and device == "cpu"]
-        if not profile.start and profile != ProfileConfig():
-            found.append("profile.* is set, but profile.start=0 opens no window")
-        if self.parallel.peer_copies and (device == "cpu" or self.parallel.ep != 2 or self.parallel.dispatch == "counted"):
-            found.append("parallel.peer_copies is for GPUs at parallel.ep=2 with gathered tokens")
-        if optim.schedule != "wsd" and optim.decay_steps:
-            found.append(f"optim.decay_steps is set, but optim.schedule={optim.schedule} does not read it")
-        if optim.schedule == "constant" and optim.min_lr_ratio:
-            found.append("optim.min_lr_ratio is set, but optim.schedule=constant does not read it")
-        return self.fp8.idle_keys() + found
-
     def problems(self, world_size: int = 1) -> list[str]:
         """Everything inconsistent about running this on `world_size` ranks, each with its numbers."""
         return self._range_problems() + self.model.problems() + self._fit_problems(world_size)

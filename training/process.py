@@ -37,7 +37,7 @@ def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.
         return torch.device("cpu"), torch.bfloat16 if train.dtype == "bf16" and recipe != "fp32" else torch.float32
     if not found:
         raise UserError(
-            f"train.device={train.device}, but torch {torch.__version__} finds no GPU on this machine; train.device=cpu runs without"
+            f"train.device={train.device}, but torch {torch.__version__} finds no GPU on this machine; train.device=cpu needs none"
         )
     if local_rank >= found:
         raise UserError(f"this host has {found} GPUs, but torchrun started a process for GPU {local_rank} (train.device)")

@@ -13,6 +13,7 @@ from fp8.state_codecs import CODECS, codec_bytes
 from model.config import ModelConfig
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
+from training.idle_keys import idle_keys
 from training.packing import SPLITS, packed_path
 from training.schedule import fit_note
 from training.states import gradient_format, optimizer_states
@@ -64,7 +65,7 @@ def describe(config: Config, world_size: int) -> str:
     device, here = config.train.device, ""
     if device == "auto" and not torch.cuda.device_count():
         device, here = "cpu", ", and this machine has no GPU"
-    idle = [f"{text}{here}" if text.endswith("on a CPU") else text for text in config.idle_keys(device)]
+    idle = [f"{text}{here}" if text.endswith("on a CPU") else text for text in idle_keys(config, device)]
     notes = fit_note(optim, config.train.steps), *idle
     lines += [f"note              {text}" for text in notes if text is not None]
     return "\n".join(lines + [f"not there yet     {what}" for what in missing_files(config)])

@@ -59,9 +59,14 @@ def test_keys_that_change_nothing_are_noted(base: Path, tmp_path: Path, capsys: 
         "profile.start=0 opens no window": "profile.steps=2",
         "optim.decay_steps is set, but optim.schedule=cosine": "optim.decay_steps=2",
         "no room for optim.warmup_steps": "optim.warmup_steps=8",
+        "parallel.tp_wire is set, but parallel.tp=1 does not read it": "parallel.tp_wire=fp8",
+        "parallel.dispatch is set, but parallel.ep=1 does not read it": "parallel.dispatch=gathered",
+        "parallel.zero_partition is set, but parallel.zero=0 does not": "parallel.zero_partition=tensors",
+        "parallel.grad_wire=auto, which is fp32 here, does not read it": "parallel.grad_rounding=stochastic",
+        "faults.max_streak is set, but faults.policy=stop": "faults.max_streak=2",
     }
     args = ["--config", str(base / "run.yaml"), f"run.dir={tmp_path}", "train.device=cpu", "fp8.recipe=bf16"]
-    args.append("optim.schedule=cosine")
+    args += ["optim.schedule=cosine", "parallel.zero=0"]
     assert train.main([*args, *cases.values(), "--dry-run"]) == 0
     dry = capsys.readouterr().out
     assert dry.count("\nnote  ") == len(cases) and all(part in dry for part in cases)

@@ -109,7 +109,8 @@ def test_parquet_and_its_ugly_rows(tmp_path):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"never read")
-    sources = {"pyarrow": text_config(tmp_path, "*.parquet", source="parquet"), "datasets": DataConfig(source="hub", hub_name="a/b")}
+    hub = DataConfig(source="hub", hub_name="a/b")
+    sources = {"pyarrow": text_config(tmp_path, "*.parquet", source="parquet"), "datasets": hub}
     for package, config in sources.items():
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(UserError, match=f"data.source={config.source} needs the `{package}` package: pip install {package}"):
