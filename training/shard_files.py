@@ -178,15 +178,15 @@ def read_items(folder: Path, plan: LoadPlan, planner: LoadPlanner, places: dict[
 
     def read(item: ReadItem) -> None:
         place = places[item.storage_index]
-        with _Part(folder / place.relative_path, place.offset, place.length) as part:
+        with FilePart(folder / place.relative_path, place.offset, place.length) as part:
             _read_into(planner.resolve_tensor(item).detach(), part, item)
 
     with ThreadPoolExecutor(threads()) as pool:
         list(pool.map(read, sorted(plan.items, key=lambda item: -places[item.storage_index].length)))
 
 
-class _Part(io.RawIOBase):
-    """A part of a file as a file of its own: one saved tensor."""
+class FilePart(io.RawIOBase):
+    """A part of a file as a file of its own: one saved tensor, which `torch.load` reads without a copy of the part in memory."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._position = open(path, "rb", buffering=0), offset, length, 0  # noqa: SIM115
@@ -216,7 +216,7 @@ class _Part(io.RawIOBase):
         super().close()
 
 
-def _read_into(target: Tensor, part: _Part, item: ReadItem) -> None:
+def _read_into(target: Tensor, part: FilePart, item: ReadItem) -> None:
     """target = the box of a saved tensor that `item` names; without the rest where the box is one run of bytes."""
     saved = _box(torch.load(part, map_location="meta", weights_only=True), item)  # shape and strides, no bytes
     if target.shape != saved.shape:
@@ -239,7 +239,7 @@ def _box(saved: Tensor, item: ReadItem) -> Tensor:
     return saved
 
 
-def _bytes_at(part: _Part, saved: Tensor) -> int:
+def _bytes_at(part: FilePart, saved: Tensor) -> int:
     """Where the bytes of `saved`, a view of the only tensor in the zip file `part`, begin."""
     with zipfile.ZipFile(part) as archive:
         (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
@@ -251,7 +251,7 @@ def _bytes_at(part: _Part, saved: Tensor) -> int:
     return record.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little") + start
 
 
-def _fill(target: Tensor, part: _Part) -> None:
+def _fill(target: Tensor, part: FilePart) -> None:
     """Reads a row of bytes; what is read goes to the device while the next is read."""
     if not target.is_cuda:
         _read_exactly(part, target)
@@ -269,7 +269,7 @@ def _fill(target: Tensor, part: _Part) -> None:
     side.synchronize()
 
 
-def _read_exactly(part: _Part, target: Tensor) -> None:
+def _read_exactly(part: FilePart, target: Tensor) -> None:
     view = memoryview(target.numpy())
     while view:
         size = part.readinto(view)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fp8.recipe import BLOCK
 from training.errors import UserError
+from training.shard_files import FilePart
 from training.shards import damage, read_metadata
 
 Box = tuple[slice, ...]  # one slice with start and stop for each dimension
@@ -178,38 +179,11 @@ class ShardReader:
             return self._cache[index]
         place = self._places[index]
         try:
-            with open(self.folder / Path(place.relative_path).name, "rb") as file:
-                value = torch.load(_Window(file, place.offset, place.length), map_location="cpu", weights_only=True)
+            with FilePart(self.folder / Path(place.relative_path).name, place.offset, place.length) as part:
+                value = torch.load(part, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise UserError(f"checkpoint {self.folder}: {index.fqn} cannot be read ({str(error).splitlines()[0]})") from error
         self._cache[index] = value
         while len(self._cache) > 1 and sum(t.nbytes for t in self._cache.values()) > self._cache_bytes:
             self._cache.popitem(last=False)
         return value
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a file of its own: torch.load then needs no second copy of it in memory."""
-
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = base + place
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, min(len(buffer), self._length - self._at))])
-        self._at += count
-        return count
