@@ -40,7 +40,8 @@ def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.
             f"train.device={train.device}, but torch {torch.__version__} finds no GPU on this machine; train.device=cpu needs none"
         )
     if local_rank >= found:
-        raise UserError(f"this host has {found} GPUs, but torchrun started a process for GPU {local_rank} (train.device)")
+        asked = f"torchrun started a process for GPU {local_rank}: --nproc-per-node is at most {found} here (train.device)"
+        raise UserError(f"this host has {found} GPUs, but {asked}")
     torch.cuda.set_device(local_rank)
     is_fp32 = train.dtype == "fp32" or recipe == "fp32"
     return torch.device("cuda", local_rank), torch.float32 if is_fp32 else torch.bfloat16

@@ -63,7 +63,8 @@ class RunState:
         changed = {name: (self.model.get(name), now[name]) for name in now if self.model.get(name) != now[name]}
         wrong = [f"model.{n} is {old} there and {new} here" for n, (old, new) in changed.items() if n not in TUNABLE]
         if wrong:
-            raise UserError(f"checkpoint {folder} is of another model: {'; '.join(wrong)}")
+            found = f"checkpoint {folder} is of another model: {'; '.join(wrong)}"
+            raise UserError(f"{found}. Set these keys as they are there, or another run.dir")
         if self.tokenizer != tokenizer:
             raise UserError(
                 f"checkpoint {folder} was trained with another tokenizer: fingerprint {self.tokenizer[:12]} there, "

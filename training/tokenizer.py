@@ -53,9 +53,10 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
             self.vocab_size = self._model.vocab_size()
         except RuntimeError as error:
-            raise UserError(f"{path} is not a sentencepiece model") from error
+            kinds = "data.tokenizer is a sentencepiece .model, a tokenizer.json, or a folder with one of them"
+            raise UserError(f"{path} is not a sentencepiece model; {kinds}") from error
         if self._model.eos_id() < 0:
-            raise UserError(f"{path} has no end-of-sentence token; octet ends each document with one")
+            raise UserError(f"{path} has no end-of-sentence token, which octet ends each document with: use another data.tokenizer")
         self.eos_id = self._model.eos_id()
         self.bos_id = self._model.bos_id() if self._model.bos_id() >= 0 else None
 

@@ -162,6 +162,8 @@ def test_another_model_or_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     state, model = RunState.read(path), Config().model
     with pytest.raises(UserError, match="another model: model.hidden_size is 2048 there and 4096 here; model.num_experts is 256"):
         state.check(path, dataclasses.replace(model, hidden_size=4096, num_experts=8), "tok", "data", quiet)
+    with pytest.raises(UserError, match="Set these keys as they are there, or another run.dir$"):
+        state.check(path, dataclasses.replace(model, hidden_size=4096), "tok", "data", quiet)
     with pytest.raises(UserError, match="another tokenizer: fingerprint tok there, other here"):
         state.check(path, model, "other", "data", quiet)
     warnings: list[str] = []

@@ -142,13 +142,16 @@ def test_training_refuses(texts, vocab_size, message, folder):
     assert not (folder / "refused.model").exists()
 
 
+REMEDIES = {"none.model": "tools.train_tokenizer", "none.json": "set data.tokenizer", "broken.model": "data.tokenizer is a sent"}
+
+
 @pytest.mark.parametrize("name", ["none.model", "none.json", "broken.model", "broken.json", "empty_folder"])
 def test_missing_and_broken_files_are_named(name, tmp_path):
     if name.startswith("broken"):
         (tmp_path / name).write_bytes(b"\x01 not a model")
     if name == "empty_folder":
         (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=name):
+    with pytest.raises(UserError, match=f"{name}.*{REMEDIES.get(name, '')}"):
         load_tokenizer(str(tmp_path / name))
 
 
