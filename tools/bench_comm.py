@@ -259,7 +259,7 @@ def on_one(args: argparse.Namespace) -> list[Leg]:
     cuda, legs = torch.cuda.is_available(), []
     device, timer = torch.device("cuda" if cuda else "cpu"), Timer(args.rounds) if cuda else None
     if not cuda:
-        print("no GPU: bytes only, casts and packing count as zero")
+        print("no GPU: bytes only; casts and packing are not measured, and the sums are without them")
     for tokens in args.tokens:
         for ranks in args.ranks:
             legs += model_dispatch(args, timer, tokens, ranks, device) + model_gathered(args, timer, tokens, ranks, device)

@@ -51,7 +51,7 @@ PANELS = (
         "share of a step, %", "share",
     ),
     Panel(
-        "memory", "Memory", "Memory", "By class on rank 0; the line is the allocator's peak since the last log.",
+        "memory", "Memory", "Memory", "By class on rank 0; the line, on a GPU, is the allocator's peak since the last log.",
         (r"memory/(weights|transposes|gradients|states|activations)_gb", "memory/allocated_gb"), "GB on rank 0", "stack",
     ),
     Panel(
