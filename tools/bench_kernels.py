@@ -23,11 +23,11 @@ from fp8.quantize import quantize, quantize_both, quantize_t, requantize_t, reti
 from fp8.recipe import Spec
 from tools.arguments import add_out, at_least, make_parser, write_json
 from tools.output import need_gpu
+from tools.roofline import PEAK
 from training.errors import UserError
 
 ROW, BLOCKS = Spec("e4m3", (1, 128), "block"), Spec("e4m3", (128, 128), "block")
 TOP_K = 8
-PEAK_FP8 = 1979e12  # dense FP8 of the H100 and H200 data sheets, FLOP/s
 WEIGHTS = ((1024, 2048), (2048, 512))  # (N, K) of Ling-mini's two expert GEMMs
 
 
@@ -147,7 +147,7 @@ def floor_seconds(kernel: str, rows: int, experts: int, n: int, k: int, copy_rat
         "wgrad write fp32": operands + 4 * weight,
         "wgrad add fp32": operands + 8 * weight,
     }[kernel]
-    return max(2.0 * rows * n * k / PEAK_FP8, moved / copy_rate)
+    return max(2.0 * rows * n * k / PEAK[True], moved / copy_rate)
 
 
 def bench_gemms(timer: Timer, counts: list[int], case: str, n: int, k: int, copy_rate: float) -> list[Result]:

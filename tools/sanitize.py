@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.arguments import make_parser
-from training.errors import exit_status
+from training.errors import UserError, exit_status
 
 TOOLS, SUBJECTS = ("memcheck", "racecheck"), ("control", "exchange", "gemm", "swiglu", "quantise")
 RACE = re.compile(r"Race reported between (\w+) access at (.+)\n((?:=+ +and .+\n)+)")
@@ -138,8 +138,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.inside} ran")
         return 0
     if shutil.which("compute-sanitizer") is None:
-        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-        return 2
+        raise UserError("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit, in its bin folder")
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     for tool in args.tools:
         for subject in args.subjects:
             summary, races = check(tool, subject, args.keep)

@@ -1,8 +1,11 @@
 """Reading compute-sanitizer's report, and its absence."""
 
+from pathlib import Path
+
 import pytest
 
 from tools import sanitize
+from training.errors import exit_status
 
 REPORT = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at control_kernel+0x120 in sanitize_control.py:18
@@ -25,8 +28,18 @@ def test_races_are_counted_by_their_two_places() -> None:
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sanitize.shutil, "which", lambda _: None)
-    assert sanitize.main([]) == 2
-    assert "compute-sanitizer is not on the PATH" in capsys.readouterr().out
+    assert exit_status(lambda: sanitize.main([])) == 2
+    said = capsys.readouterr()
+    assert "compute-sanitizer is not on the PATH: it comes with" in said.err and not said.out
+
+
+def test_the_folder_that_keeps_its_output_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = sanitize.subprocess.CompletedProcess([], 0, "gemm ran\n========= ERROR SUMMARY: 0 errors\n", "")
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _: "compute-sanitizer")
+    monkeypatch.setattr(sanitize.subprocess, "run", lambda *args, **kwargs: done)
+    folder = tmp_path / "new" / "folder"
+    assert sanitize.main(["--tools", "memcheck", "--subjects", "gemm", "--keep", str(folder)]) == 0
+    assert "gemm ran" in (folder / "memcheck-gemm.txt").read_text()
 
 
 def test_a_subject_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
