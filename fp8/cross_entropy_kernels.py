@@ -15,7 +15,8 @@ from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
 STATISTICS_COLS, STATISTICS_WARPS = 2048, 8
-GRADIENT_WARPS, GRADIENT_REGISTERS = 8, 96  # uncapped the compiler takes 104, and a fifth more time
+GRADIENT_WARPS = 4
+MINUS_INF = tl.constexpr(-35747867511423104)  # four of BF16: past the last column no probability may count for a scale
 NO_LABEL = -1  # column of a row whose label is ignored or lives on another rank
 
 
@@ -74,7 +75,10 @@ def _pair_of_probabilities(pair, base, factor, HARDWARE: tl.constexpr):
 def _gradient_rows(x_ptr, lse_ptr, factor_ptr, scale, row, rows, words, word, FULL: tl.constexpr, HARDWARE: tl.constexpr):
     """Pairs of scale * factor * softmax of four neighbouring columns (one word) of 32 rows x 32 words."""
     at, ok = x_ptr + row.to(tl.int64)[:, None] * words + word[None, :], row < rows
-    x = tl.load(at) if FULL else tl.load(at, mask=ok[:, None] & (word < words)[None, :], other=0)
+    if FULL:  # evict-first: the logits are not read again, and what is written should stay in L2 until its lines are whole
+        x = tl.load(at, eviction_policy="evict_first")
+    else:
+        x = tl.load(at, mask=ok[:, None] & (word < words)[None, :], other=MINUS_INF, eviction_policy="evict_first")
     base = (tl.load(lse_ptr + row, mask=ok, other=0.0) * -LOG2_E)[:, None]
     factor = (tl.load(factor_ptr + row, mask=ok, other=0.0) * scale)[:, None]
     low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
@@ -166,7 +170,7 @@ def gradient(
     _softmax_gradient[(rows_p // BLOCK, cdiv(cols, BLOCK))](
         logits_CV.view(torch.int64), lse_C, factor_C, label_C, picked_C, scale, q.view(torch.int32), si, q_t.view(torch.int32),
         si_t, rows, cols, rows_p // 4, FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED,
-        num_warps=GRADIENT_WARPS, maxnreg=GRADIENT_REGISTERS,
+        num_warps=GRADIENT_WARPS,
     )  # fmt: skip
     return Quantized(q, si, (1, BLOCK)), Quantized(q_t, si_t.t(), (1, BLOCK))
 

@@ -50,6 +50,19 @@ def test_statistics_and_gradient(rows: int, cols: int, z: float) -> None:
     assert (plain[~valid] == 0).all()
 
 
+def test_what_lies_past_the_last_column_counts_for_no_scale() -> None:
+    """The last tile of each row has 16 columns, all improbable: zeros read past them would be probable."""
+    rows, cols = 130, 144
+    logits = randn(rows, cols)
+    logits[:, 128:] -= 30
+    label, one = torch.full((rows,), kernels.NO_LABEL, device=DEVICE), torch.ones(rows, device=DEVICE)
+    lse = torch.logsumexp(logits.float(), -1)
+    rows_q, columns_q = kernels.gradient(logits, lse, one, label, torch.zeros_like(one), torch.tensor(1.0, device=DEVICE))
+    want = (logits.double() - lse.double()[:, None]).exp()
+    assert_quantized(rows_q, want, slack=2**-8 + 1e-4)
+    assert_quantized(columns_q, torch.nn.functional.pad(want, (0, 0, 0, -rows % 128)).t(), slack=2**-8 + 1e-4)
+
+
 def test_little_mass_is_lost_beside_the_label() -> None:
     """The kernel's codes where p - 1 of the label shares its tile with probabilities of 1e-6 (bounds: test_head_gradient.py)."""
     tokens, vocab = (128, 256) if INTERPRETED else (256, 4096)

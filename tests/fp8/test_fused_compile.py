@@ -51,11 +51,10 @@ CASES = [
     (permute_kernels, "_sum_rows", {"out_ptr": "*bf16"}, dict(K=8, COLS=2048, PLUS=False, ROUND=True, **ON), 4),
     (route_kernels, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, ROWS=16, COUNT=True), 4),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
-    (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 8),
+    (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 4),
     (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64, LOW=True), 4),
 ]  # fmt: skip
 CAPS = {
-    "_softmax_gradient": {"maxnreg": cross_entropy_kernels.GRADIENT_REGISTERS},
     "swiglu_backward": {"maxnreg": swiglu_backward_kernel.REGISTERS},
 }
 THREE_CTAS = SHARED_BYTES // 3 - 1024  # share a multiprocessor
