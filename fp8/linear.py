@@ -26,6 +26,32 @@ def quantize_grad_forms(weight: Weight, dy_TF: Tensor, for_input: bool) -> tuple
     return dy_q, weight.quantize_grad_t(dy_TF) if weight.trainable else None
 
 
+class SharedGradient:
+    """A dY that reaches two layers, as what is added to the residual stream does: the first to ask quantises it for both.
+
+    One of them serves one forward pass.
+    """
+
+    def __init__(self, first: Weight, second: Weight) -> None:
+        self._first, self._second = first, second
+        self._made: tuple[Tensor, int, tuple[Quantized, Quantized]] | None = None
+
+    def forms(self, dy_TF: Tensor) -> tuple[Quantized, Quantized] | None:
+        """dY for dgrad and for wgrad; None where the weights do not want the same."""
+        a, b = self._first, self._second
+        if a.is_watched or b.is_watched or not (a.trainable and b.trainable):
+            return None
+        if (a.recipe.gradient, a.gradient_t) != (b.recipe.gradient, b.gradient_t):
+            return None
+        made, self._made = self._made, None
+        if made is not None and made[0].data_ptr() == dy_TF.data_ptr() and made[0].shape == dy_TF.shape:
+            if made[1] == dy_TF._version:
+                return made[2]
+        forms = a.quantize_grad_both(dy_TF)
+        self._made = dy_TF, dy_TF._version, forms  # holding dy keeps its place from being taken by another tensor
+        return forms
+
+
 class _Linear(torch.autograd.Function):
     """forward  y_TF  = x_TD . w_FD^T
     dgrad    dx_TD = dy_TF . w_FD
@@ -35,26 +61,33 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, carrier_TD: Tensor, anchor: Tensor, x: Activation, weight: Weight) -> Tensor:
-        ctx.ticket, ctx.weight = x.ticket.claim(), weight
+    def forward(
+        ctx: FunctionCtx, carrier_TD: Tensor, anchor: Tensor, x: Activation, weight: Weight, shared: SharedGradient | None
+    ) -> Tensor:
+        ctx.ticket, ctx.weight, ctx.shared = x.ticket.claim(), weight, shared
         return gemm_nt(x.q, weight.q, dtype=carrier_TD.dtype)
 
     @staticmethod
     def backward(ctx: FunctionCtx, dy_TF: Tensor) -> tuple[Tensor | None, ...]:
         weight, x_q = ctx.weight, ctx.ticket.pop()
         dx_TD = None
-        dy_q, dy_t = quantize_grad_forms(weight, dy_TF, ctx.needs_input_grad[0])
+        forms = ctx.shared.forms(dy_TF) if ctx.shared is not None and ctx.needs_input_grad[0] else None
+        dy_q, dy_t = forms or quantize_grad_forms(weight, dy_TF, ctx.needs_input_grad[0])
         if dy_q is not None:
             dx_TD = gemm_nt(dy_q, transposed(weight), dtype=dy_TF.dtype)
         if dy_t is not None:
             x_t = requantize_t(x_q)
             weight.accumulate(lambda out, acc: gemm_nt(dy_t, x_t, out=out, accumulate=acc))
-        return dx_TD, None, None, None
+        return dx_TD, None, None, None, None
 
 
-def linear(x: Activation, weight: Weight) -> Tensor:
-    """x [T, D] . weight [F, D]^T -> [T, F] in the carrier's dtype; gradients as `_Linear` states."""
-    return _Linear.apply(x.carrier, weight.anchor, x, weight)
+def linear(x: Activation, weight: Weight, shared: SharedGradient | None = None) -> Tensor:
+    """x [T, D] . weight [F, D]^T -> [T, F] in the carrier's dtype; gradients as `_Linear` states.
+
+    Args:
+        shared: where another layer gets the same dY.
+    """
+    return _Linear.apply(x.carrier, weight.anchor, x, weight, shared)
 
 
 def linear_ref(x_TD: Tensor, w_FD: Tensor) -> Tensor:

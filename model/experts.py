@@ -27,6 +27,7 @@ from fp8.grouped_gemm import (
     grouped_wgrad,
     quantizes_output,
 )
+from fp8.linear import SharedGradient
 from fp8.quantize import requantize_t
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
@@ -84,6 +85,7 @@ class _Call:
     stash: Stash
     name: str
     stage: int
+    same_dy: SharedGradient | None
 
     def in_memory(self, axis: Axis, rows: Callable[[], int], dtype: torch.dtype) -> AbstractContextManager[None]:
         """Where what is done inside does not fit, the error says what the layer needs."""
@@ -180,7 +182,9 @@ class _RoutedExperts(torch.autograd.Function):
 def _send_dy(call: _Call, plan: DispatchPlan, dout_TD: Tensor) -> Callable[[], tuple[Quantized, Quantized | None]]:
     w2 = call.w2
     with call.in_memory(plan.axis, lambda: plan.perm.groups.max_rows, dout_TD.dtype):
-        return start_dispatch_both(w2.quantize_grad(dout_TD), plan, w2.gradient_t if w2.trainable else None)
+        forms = None if call.same_dy is None else call.same_dy.forms(dout_TD)
+        dy_q = forms[0] if forms else w2.quantize_grad(dout_TD)
+        return start_dispatch_both(dy_q, plan, w2.gradient_t if w2.trainable else None)
 
 
 class _Arrive(torch.autograd.Function):
@@ -234,9 +238,9 @@ class RoutedExperts(nn.Module):
         """The output of `work` [T, D]."""
         return _Arrive.apply(leaving.stand_in_TD, leaving.trip)
 
-    def work(self, x: Activation, start: PlanStart, weights_Tk: Tensor) -> Leaving:
-        """x [T, D] quantised, weights [T, k] of the ids that `start` got."""
-        call = _Call(x, start, self.gate_up, self.down, self.stash, self.name, self.stage)
+    def work(self, x: Activation, start: PlanStart, weights_Tk: Tensor, same_dy: SharedGradient | None = None) -> Leaving:
+        """x [T, D] quantised, weights [T, k] of the ids that `start` got; `same_dy` where another layer gets dY too."""
+        call = _Call(x, start, self.gate_up, self.down, self.stash, self.name, self.stage, same_dy)
         trip = _Trip()
         with call.in_memory(self.ep, lambda: buffer_rows(start), x.carrier.dtype):
             stand_in_TD = _RoutedExperts.apply(x.carrier, weights_Tk, self.gate_up.anchor, self.down.anchor, call, trip)

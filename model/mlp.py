@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fp8.activation import Activation
+from fp8.linear import SharedGradient
 from fp8.linear_swiglu import linear_swiglu
 from fp8.recipe import Recipe
 from fp8.stash import Stash
@@ -26,10 +27,11 @@ class MLP(nn.Module):
         self.gate_up = split_weight((2 * width, hidden), 0, tp, recipe, [(width, 1), (width, 1)], init_std=std)
         self.down = split_weight((hidden, width), 1, tp, recipe, init_std=std)
 
-    def forward(self, x: Activation) -> Tensor:
+    def forward(self, x: Activation, shared: SharedGradient | None = None) -> Tensor:
+        """`shared`: where another layer gets the same dY."""
         to = self.down, self.stash, f"{self.name}.swiglu", self.stage >= 1
         if self.tp.size == 1:
             a = linear_swiglu(x, self.gate_up, *to)
         else:
             a = swiglu_quantize(column_linear(x, self.gate_up, self.tp), *to)
-        return row_linear(a, self.down, self.tp)
+        return row_linear(a, self.down, self.tp, shared)

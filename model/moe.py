@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8.linear import SharedGradient
 from fp8.recipe import Recipe
 from fp8.residual import add_residual
 from fp8.rms_norm import Normed, rms_norm_quantize
@@ -66,9 +67,10 @@ class MoE(nn.Module):
         tokens = self.experts.send(own.edge)  # the router hides their way, the shared expert the sums'
         routing = self.router(own, count=not ctx.recomputing)
         start = self.experts.start(routing.ids_Tk, routing.weights_Tk, tokens)
-        shared_TD = self._shared(x) if tokens is None else None  # hides the exchange of counts
-        leaving = self.experts.work(own.edge, start, routing.weights_Tk)
-        shared_TD = self._shared(x) if tokens is not None else shared_TD
+        same_dy = self._same_dy()
+        shared_TD = self._shared(x, same_dy) if tokens is None else None  # hides the exchange of counts
+        leaving = self.experts.work(own.edge, start, routing.weights_Tk, same_dy)
+        shared_TD = self._shared(x, same_dy) if tokens is not None else shared_TD
         y_TD = join_tokens(self.experts(leaving), self.tp)
         out_TD = add_residual(x.h_TD, y_TD) if shared_TD is None else add_residual(x.h_TD, y_TD, shared_TD)
         z = router_z_loss(routing.lse_T) / ctx.num_tokens
@@ -78,8 +80,12 @@ class MoE(nn.Module):
             aux = aux + c.aux_loss_weight * balance * ctx.seq_len / ctx.num_tokens
         return out_TD, aux, z.detach()
 
-    def _shared(self, x: Normed) -> Tensor | None:
-        return self.shared(x.second) if self.shared is not None else None
+    def _same_dy(self) -> SharedGradient | None:
+        """The residual stream's gradient is the experts' dY, and the shared expert's where tp does not split it."""
+        return SharedGradient(self.experts.down, self.shared.down) if self.shared is not None and self.tp.size == 1 else None
+
+    def _shared(self, x: Normed, same_dy: SharedGradient | None) -> Tensor | None:
+        return self.shared(x.second, same_dy) if self.shared is not None else None
 
 
 class DenseBlock(nn.Module):

@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.activation import Activation
 from fp8.gemm import gemm_nt
-from fp8.linear import linear, quantize_grad_forms
+from fp8.linear import SharedGradient, linear, quantize_grad_forms
 from fp8.quantize import requantize_t
 from fp8.transposed import transposed
 from fp8.weight import Weight
@@ -85,8 +85,12 @@ class _RowLinear(torch.autograd.Function):
         return dx_Tf, None, None, None, None
 
 
-def row_linear(x: Activation, weight: Weight, axis: Axis) -> Tensor:
-    """x [T, f] . weight [D, f]^T, summed over the axis -> [t, D] ([T, D] with `axis.sequence` off)."""
+def row_linear(x: Activation, weight: Weight, axis: Axis, shared: SharedGradient | None = None) -> Tensor:
+    """x [T, f] . weight [D, f]^T, summed over the axis -> [t, D] ([T, D] with `axis.sequence` off).
+
+    Args:
+        shared: where another layer gets the same dY, which it does on a solo axis only.
+    """
     if axis.size == 1:
-        return linear(x, weight)
+        return linear(x, weight, shared)
     return _RowLinear.apply(x.carrier, weight.anchor, x, weight, axis)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +14,12 @@ from fp8.linear import quantize_activation
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
 from fp8.stash import Stash
+from fp8.weight import Weight
 from model.experts import RoutedExperts, routed_experts_ref
+from model.loss import count_valid
 from parallel.memory import ExpertMemoryError
 from parallel.mesh import Axis
-from tests.model.tiny import CONFIG, relative_error
+from tests.model.tiny import CONFIG, batch, build, grads, relative_error
 
 # Two E4M3 roundings (2^-4 at worst each) meet in a product; FP32 sums in another order differ by some epsilon.
 BOUND = {"fp32": 1e-5, "block": 2**-3}
@@ -125,3 +129,39 @@ def test_out_of_memory_says_what_the_rows_need(step: str, monkeypatch: pytest.Mo
         gradients(experts, stash, [1000])
     where = f"e, {CONFIG.num_experts} experts of ep rank 0"
     assert str(caught.value).startswith(f"{where}: out of memory: {rows} rows need {need:.2f} GiB")
+
+
+def quantised_dy(recipe: Recipe, same: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Tensor]]:
+    """What the two down projections of an MoE block were asked to do with their dY, and the gradients."""
+    model, asked = build(recipe), []
+    block = model.layers[1].block
+    names = {id(block.experts.down): "experts", id(block.shared.down): "shared"}
+
+    def counted(form: str) -> Callable[[Weight, Tensor], object]:
+        real = getattr(Weight, form)
+
+        def ask(weight: Weight, dy: Tensor) -> object:
+            asked.extend([f"{names[id(weight)]} {form}"] if id(weight) in names else [])
+            return real(weight, dy)
+
+        return ask
+
+    with monkeypatch.context() as patch:
+        if not same:
+            patch.setattr(type(block), "_same_dy", lambda _: None)
+        for form in ("quantize_grad", "quantize_grad_both"):
+            patch.setattr(Weight, form, counted(form))
+        tokens, labels = batch()
+        model(tokens, labels, count_valid(tokens, labels)).total.backward()
+    return asked, grads(model)
+
+
+@pytest.mark.parametrize("name", ["block", "bf16", "tensorwise_current"])
+def test_dy_of_experts_and_shared_expert_is_quantised_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the recipe allows it, and with the bits of quantising it twice."""
+    recipe = getattr(Recipe, name)()
+    once, got = quantised_dy(recipe, True, monkeypatch)
+    twice, want = quantised_dy(recipe, False, monkeypatch)
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert twice[0] == "experts quantize_grad" and "shared quantize_grad_both" in twice
+    assert once == (twice if name == "tensorwise_current" else ["experts quantize_grad_both"])  # whose scales are each weight's own
