@@ -10,6 +10,7 @@ Ties go to the lower id in the kernel; torch.topk leaves them open.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -49,18 +50,38 @@ def _kernels(logits_TE: Tensor, n_group: int) -> ModuleType | None:
     return route_kernels
 
 
+class PendingGradient:
+    """Where backward of `route` leaves its work to that of the product before it, which knows what other losses gave the logits.
+
+    One kernel then makes dlogits and writes it split into BF16 parts, as the products read it (router_gemm.py).
+    """
+
+    def __init__(self) -> None:
+        self._make: Callable[[Tensor | None], Tensor] | None = None
+
+    def leave(self, make: Callable[[Tensor | None], Tensor]) -> None:
+        """`make` turns the other losses' dlogits (None: none) into the parts of all."""
+        self._make = make
+
+    def take(self, dlogits_TE: Tensor | None) -> Tensor | None:
+        """BF16 [T, 4E], columns [high | middle | high | low] of dlogits and of what was left here; None where nothing was."""
+        make, self._make = self._make, None
+        return None if make is None else make(dlogits_TE)
+
+
 class _Route(torch.autograd.Function):
     """forward (ids, weights, lse); backward dlogits of weights and lse. One kernel each way."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits_TE: Tensor, bias_E: Tensor, sizes: tuple[int, int, int, float], counts_E: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: FunctionCtx, logits_TE: Tensor, bias_E: Tensor, sizes: tuple[int, int, int, float], pending: PendingGradient | None,
+        counts_E: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         from fp8 import route_kernels  # Triton comes with CUDA builds of torch only
 
         ids, weights, lse = route_kernels.route(logits_TE, bias_E, *sizes, counts_E)
         ctx.save_for_backward(logits_TE, ids, lse)
-        ctx.factor = sizes[-1]
+        ctx.factor, ctx.pending = sizes[-1], pending
         ctx.mark_non_differentiable(ids)
         return ids, weights, lse
 
@@ -68,20 +89,26 @@ class _Route(torch.autograd.Function):
     def backward(ctx: FunctionCtx, _: Tensor, dweights_Tk: Tensor, dlse_T: Tensor) -> tuple[Tensor | None, ...]:
         from fp8 import route_kernels
 
-        return route_kernels.route_backward(*ctx.saved_tensors, dweights_Tk, dlse_T, ctx.factor), None, None, None
+        given = *ctx.saved_tensors, dweights_Tk, dlse_T, ctx.factor
+        if ctx.pending is None:
+            return route_kernels.route_backward(*given), None, None, None, None
+        ctx.pending.leave(lambda plus_TE: route_kernels.route_backward(*given, plus_TE, parts=True))
+        return None, None, None, None, None
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float, counts_E: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float,
+    pending: PendingGradient | None = None, counts_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(ids int64 [T, k] best first, weights fp32 [T, k], lse fp32 [T]) of fp32 logits [T, E].
 
     Args:
         bias_E: added to the scores for the choice only.
+        pending: where backward may leave its part of dlogits, if whoever made the logits looks there.
         counts_E: int64, gains the number of tokens of each expert.
     """
     if _kernels(logits_TE, n_group):
-        return _Route.apply(logits_TE, bias_E, (n_group, topk_group, k, factor), counts_E)
+        return _Route.apply(logits_TE, bias_E, (n_group, topk_group, k, factor), pending, counts_E)
     ids_Tk, weights_Tk, lse_T = route_ref(logits_TE, bias_E, n_group, topk_group, k, factor)
     if counts_E is not None:
         counts_E.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())

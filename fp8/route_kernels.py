@@ -12,7 +12,8 @@ from fp8.device_math import round_bf16
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED
 
-ROWS, BACKWARD_ROWS, WARPS = 16, 4, 4  # 16 rows fill the lanes: a thread then holds a part of every group of its row
+ROWS, WARPS = 16, 4  # 16 rows fill the lanes: a thread then holds a part of every group of its row
+BACKWARD_ROWS, BACKWARD_WARPS = 4, 2
 
 
 @triton.jit
@@ -82,29 +83,50 @@ def _route(
 
 
 @triton.jit
+def _store_parts(at, x, E: tl.constexpr, mask, HARDWARE: tl.constexpr):
+    """x = high + middle + low, each BF16, as columns [high | middle | high | low] of E each."""
+    high = round_bf16(x, HARDWARE)
+    middle = round_bf16(x - high, HARDWARE)
+    tl.store(at, high, mask=mask)
+    tl.store(at + E, middle, mask=mask)
+    tl.store(at + 2 * E, high, mask=mask)
+    tl.store(at + 3 * E, round_bf16(x - high - middle, HARDWARE), mask=mask)
+
+
+@triton.jit
 def _route_backward(
-    logits_ptr, ids_ptr, lse_ptr, dweights_ptr, dlse_ptr, dlogits_ptr, rows, factor,
-    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
+    logits_ptr, ids_ptr, lse_ptr, dweights_ptr, dlse_ptr, plus_ptr, out_ptr, rows, factor,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr, PLUS: tl.constexpr, PARTS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """dlogits = dlse * softmax + [chosen] factor / S * (dw - sum dw s / S) * s (1 - s), with S the sum of chosen scores."""
+    """dlogits = dlse * softmax + [chosen] factor / S * (dw - sum dw s / S) * s (1 - s) [+ plus], with S the sum of chosen scores;
+    with PARTS as `_store_parts` has it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = row < rows
     slot, expert = tl.arange(0, KP)[None, :], tl.arange(0, E)[None, :]
     wide, narrow = row.to(tl.int64)[:, None] * E, row.to(tl.int64)[:, None] * K + slot
     ok = row_ok[:, None] & (slot < K)
+    logit = tl.load(logits_ptr + wide + expert, mask=row_ok[:, None], other=0.0)
     ids = tl.load(ids_ptr + narrow, mask=ok, other=0).to(tl.int32)
     dw = tl.load(dweights_ptr + narrow, mask=ok, other=0.0)
     chosen = tl.load(logits_ptr + wide + ids, mask=ok, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
+    dlse = tl.load(dlse_ptr + row, mask=row_ok, other=0.0)[:, None]
     score = tl.where(ok, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
     total = tl.sum(score, 1)[:, None] + 1e-20
     ds = factor / total * (dw - tl.sum(dw * score, 1)[:, None] / total) * score * (1.0 - score)
-    logit = tl.load(logits_ptr + wide + expert, mask=row_ok[:, None], other=0.0)
-    lse = tl.load(lse_ptr + row, mask=row_ok, other=0.0)[:, None]
-    dlse = tl.load(dlse_ptr + row, mask=row_ok, other=0.0)[:, None]
+    of_chosen = dlse * tl.exp(chosen - lse) + ds
     grad = dlse * tl.exp(logit - lse)
-    tl.store(dlogits_ptr + wide + expert, grad, mask=row_ok[:, None])
-    tl.debug_barrier()  # the chosen ones once more, over what another thread wrote
-    tl.store(dlogits_ptr + wide + ids, dlse * tl.exp(chosen - lse) + ds, mask=ok)
+    for j in tl.static_range(K):
+        here = slot == j
+        id_ = tl.sum(tl.where(here, ids, 0), 1)[:, None]
+        grad = tl.where(expert == id_, tl.sum(tl.where(here, of_chosen, 0.0), 1)[:, None], grad)
+    if PLUS:
+        grad += tl.load(plus_ptr + wide + expert, mask=row_ok[:, None], other=0.0)
+    if PARTS:
+        _store_parts(out_ptr + 4 * wide + expert, grad, E, row_ok[:, None], HARDWARE)
+    else:
+        tl.store(out_ptr + wide + expert, grad, mask=row_ok[:, None])
 
 
 @triton.jit
@@ -154,16 +176,19 @@ def route(
 
 
 def route_backward(
-    logits_TE: Tensor, ids_Tk: Tensor, lse_T: Tensor, dweights_Tk: Tensor, dlse_T: Tensor, factor: float
-) -> Tensor:
-    """dlogits [T, E] fp32."""
+    logits_TE: Tensor, ids_Tk: Tensor, lse_T: Tensor, dweights_Tk: Tensor, dlse_T: Tensor, factor: float,
+    plus_TE: Tensor | None = None, parts: bool = False,
+) -> Tensor:  # fmt: skip
+    """dlogits [T, E] fp32, plus `plus_TE`; with `parts` in BF16 [T, 4E], as `split_bf16` splits it into columns (0, 1, 0, 2)."""
     (rows, experts), k = logits_TE.shape, ids_Tk.shape[1]
-    dlogits = torch.empty_like(logits_TE)
+    shape, dtype = ((rows, 4 * experts), torch.bfloat16) if parts else ((rows, experts), torch.float32)
+    out = torch.empty(shape, dtype=dtype, device=logits_TE.device)
     _route_backward[(cdiv(rows, BACKWARD_ROWS),)](
-        logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(), dlogits, rows, factor,
-        E=experts, K=k, KP=next_power_of_2(k), ROWS=BACKWARD_ROWS, num_warps=WARPS,
+        logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(),
+        logits_TE if plus_TE is None else plus_TE.contiguous(), out, rows, factor, E=experts, K=k, KP=next_power_of_2(k),
+        ROWS=BACKWARD_ROWS, PLUS=plus_TE is not None, PARTS=parts, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return dlogits
+    return out
 
 
 def split_bf16(x_RC: Tensor, parts: tuple[int, int, int, int], along_rows: bool) -> Tensor:

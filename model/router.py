@@ -18,8 +18,8 @@ from torch.autograd.function import FunctionCtx
 
 from fp8.recipe import Recipe
 from fp8.rms_norm import Normed
-from fp8.route import route
-from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad
+from fp8.route import PendingGradient, route
+from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad, split_gradient, splits
 from fp8.stash import Ticket
 from fp8.weight import Weight
 from model.config import ModelConfig
@@ -28,18 +28,29 @@ from parallel.mesh import Axis
 
 
 class _Logits(torch.autograd.Function):
-    """forward logits_TE = x_TD . w_ED^T; dgrad dx_TD = dlogits . w; wgrad dw_ED += dlogits^T . x. All in FP32 accuracy."""
+    """forward logits_TE = x_TD . w_ED^T; dgrad dx_TD = dlogits . w; wgrad dw_ED += dlogits^T . x. All in FP32 accuracy.
+
+    dlogits is what autograd brings plus what `route` left in `pending`, split into BF16 once for both products.
+    """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, anchor: Tensor, weight: Weight, ticket: Ticket) -> Tensor:
-        ctx.weight, ctx.ticket = weight, ticket.claim()
+    def forward(
+        ctx: FunctionCtx, x_TD: Tensor, anchor: Tensor, weight: Weight, ticket: Ticket, pending: PendingGradient | None
+    ) -> Tensor:
+        ctx.weight, ctx.ticket, ctx.pending = weight, ticket.claim(), pending
+        ctx.set_materialize_grads(False)
         return router_gemm(x_TD, weight.data)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, dlogits_TE: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, x_TD = ctx.weight, ctx.ticket.pop()
-        weight.add_grad(router_wgrad(dlogits_TE, x_TD))
-        return router_dgrad(dlogits_TE, weight.data, x_TD.dtype), None, None, None
+        parts = None if ctx.pending is None else ctx.pending.take(dlogits_TE)
+        if parts is None and dlogits_TE is None:
+            return None, None, None, None, None
+        if parts is None and splits(x_TD):
+            parts = split_gradient(dlogits_TE)
+        weight.add_grad(router_wgrad(dlogits_TE, x_TD, parts))
+        return router_dgrad(dlogits_TE, weight.data, x_TD.dtype, parts), None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +89,11 @@ class Router(nn.Module):
     def forward(self, x: Normed, count: bool = True) -> Routing:
         """x [T, D] unquantised -> Routing. Counts tokens in training only, and not when a layer is recomputed."""
         c = self.config
-        logits_TE = _Logits.apply(x.x_TD, self.weight.anchor, self.weight, x.x_ticket)
+        pending = PendingGradient() if splits(x.x_TD) else None
+        logits_TE = _Logits.apply(x.x_TD, self.weight.anchor, self.weight, x.x_ticket, pending)
         sizes = (c.n_group, c.topk_group, c.num_experts_per_tok, c.routed_scaling_factor)
         counts = self.counts if self.training and count else None
-        ids_Tk, weights_Tk, lse_T = route(logits_TE, self.expert_bias, *sizes, counts)
+        ids_Tk, weights_Tk, lse_T = route(logits_TE, self.expert_bias, *sizes, pending, counts)
         return Routing(ids_Tk, weights_Tk, lse_T, logits_TE)
 
 

@@ -131,11 +131,12 @@ def router_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     counts, sizes = torch.zeros(e, dtype=torch.int64, device="cuda"), (c.n_group, c.topk_group, k, 2.5)
     ids, weights, lse = route_kernels.route(logits, bias, *sizes, counts)
     yield "route", lambda: route_kernels.route(logits, bias, *sizes, counts), 4 * t * e + 12 * t * k
-    yield "route backward", lambda: route_kernels.route_backward(logits, ids, lse, weights, lse, 2.5), 8 * t * e + 12 * t * k
+    run = lambda: route_kernels.route_backward(logits, ids, lse, weights, lse, 2.5, parts=True)  # noqa: E731
+    yield "route backward -> 4 x BF16", run, 12 * t * e + 12 * t * k
     x, w, size = random(t, c.hidden_size), random(e, c.hidden_size, dtype=torch.float32), 2 * t * c.hidden_size + 4 * t * e
     yield "router product as three BF16 ones", lambda: router_gemm(x, w), size
     yield "router product in IEEE FP32", lambda: x.float() @ w.t(), size
-    yield "split fp32 -> 4 x BF16", lambda: route_kernels.split_bf16(logits, (0, 1, 0, 2), False), 12 * t * e
+    yield "split the router's W -> 4 x BF16", lambda: route_kernels.split_bf16(w, (2, 1, 0, 0), True), 12 * w.numel()
 
 
 def head_cases(chunk: int, c: ModelConfig) -> Iterator[Case]:

@@ -50,6 +50,7 @@ CASES = [
     (permute_kernels, "_scatter_rows", {"x_ptr": "*i32", "y_ptr": "*i32"}, dict(K=8, TOKENS=1, WORDS=512, SCALES=16), 1),
     (permute_kernels, "_sum_rows", {"out_ptr": "*bf16"}, dict(K=8, COLS=2048, PLUS=False, ROUND=True, **ON), 4),
     (route_kernels, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, ROWS=16, COUNT=True), 4),
+    (route_kernels, "_route_backward", {"out_ptr": "*bf16"}, dict(E=256, K=8, KP=8, ROWS=4, PLUS=True, PARTS=True, **ON), 2),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
     (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 4),
     (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64, LOW=True), 4),

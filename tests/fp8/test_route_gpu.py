@@ -31,6 +31,13 @@ def test_choice_weights_counts_and_gradient(tokens: int, experts: int, groups: i
     (want,) = torch.autograd.grad((want_weights, want_lse), logits, (dweights, dlse))
     torch.testing.assert_close(got[same], want[same], rtol=1e-4, atol=1e-6)
 
+    args = logits.detach(), ids, lse, dweights, dlse, FACTOR
+    assert torch.equal(kernels.route_backward(*args, parts=True), kernels.split_bf16(got, (0, 1, 0, 2), along_rows=False))
+    plus = torch.randn(tokens, experts, device=DEVICE)
+    assert torch.equal(kernels.route_backward(*args, plus), got + plus)
+    both = kernels.split_bf16(got + plus, (0, 1, 0, 2), along_rows=False)
+    assert torch.equal(kernels.route_backward(*args, plus, parts=True), both)
+
 
 def test_ties_go_to_the_lower_id() -> None:
     logits = torch.zeros(9, 16, device=DEVICE)
