@@ -35,6 +35,21 @@ class Permutation:
     groups: Groups
 
 
+@dataclass(frozen=True, eq=False)
+class BlockCounts:
+    """How often each expert was chosen, by blocks of slots: the first half of building a permutation.
+
+    Attributes:
+        before_BE: int32 slots of expert e in blocks before b.
+        counts_E: int32 slots of e.
+        block_slots: slots of a block.
+    """
+
+    before_BE: Tensor
+    counts_E: Tensor
+    block_slots: int
+
+
 def _kernels(t: Tensor) -> ModuleType | None:
     """The Triton kernels on a GPU, None for the reference."""
     if not t.is_cuda:
@@ -44,17 +59,44 @@ def _kernels(t: Tensor) -> ModuleType | None:
     return permute_kernels
 
 
-def build_permutation(ids_Tk: Tensor, num_experts: int, max_rows: int | None = None) -> Permutation:
+def _index_kernels(ids_Tk: Tensor) -> ModuleType | None:
+    """The Triton kernels on a GPU, None for the reference."""
+    if not ids_Tk.is_cuda:
+        return None
+    from fp8 import index_kernels  # Triton comes with CUDA builds of torch only
+
+    return index_kernels
+
+
+def count_slots(ids_Tk: Tensor, num_experts: int, sums_E: Tensor | None = None) -> BlockCounts | None:
+    """Counts of expert ids [T, k]; None where the reference builds permutations, which needs none.
+
+    Args:
+        sums_E: int64, gains the number of slots of each expert; no id is -1 then.
+    """
+    kernels = _index_kernels(ids_Tk)
+    if kernels:
+        return BlockCounts(*kernels.count(ids_Tk.contiguous(), num_experts, sums_E))
+    if sums_E is not None:
+        sums_E.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())
+    return None
+
+
+def build_permutation(
+    ids_Tk: Tensor, num_experts: int, max_rows: int | None = None, counted: BlockCounts | None = None
+) -> Permutation:
     """Permutation from expert ids [T, k] (-1: no expert here), without a host synchronisation.
 
     Args:
         max_rows: rows of the buffer, a multiple of 128, where the caller knows how many it needs; else the worst case.
+        counted: `count_slots` of these ids, where somebody has them.
     """
     max_rows = padded_rows(ids_Tk.numel(), num_experts) if max_rows is None else max_rows
-    kernels = _kernels(ids_Tk)
+    kernels = _index_kernels(ids_Tk)
     if kernels is None:
         return build_permutation_ref(ids_Tk, num_experts, max_rows)
-    return Permutation(*kernels.build(ids_Tk, num_experts, max_rows))
+    c = counted or count_slots(ids_Tk, num_experts)
+    return Permutation(*kernels.place(ids_Tk.contiguous(), c.before_BE, c.counts_E, c.block_slots, max_rows))
 
 
 def build_permutation_ref(ids_Tk: Tensor, num_experts: int, max_rows: int) -> Permutation:

@@ -1,6 +1,6 @@
-"""Triton kernels behind permute.py: rows are read once and move as words; indices are built on the device in four launches.
+"""Triton kernels behind permute.py: rows are read once and move as words.
 
-Shapes: T tokens, k slots a token, N = T * k slots, E experts, R rows of the buffer, D features, B blocks of slots.
+Shapes: T tokens, k slots a token, R rows of the buffer, D features.
 """
 
 import torch
@@ -9,16 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
-from fp8.grouped_gemm import Groups
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED, _row_scales
 from fp8.quantized import Quantized
 
 TOKENS, WORDS, SCATTER_WARPS = 1, 512, 1  # of a program that scatters
 SUM_COLS = 2048
-SLOTS = 128  # slots whose ranks one program finds by comparing all pairs
-
-# ---------------------------------------------------------------- moving rows
 
 
 @triton.jit
@@ -91,85 +87,6 @@ def _gather_values(x_ptr, index_ptr, out_ptr, count, SIZE: tl.constexpr):
     tl.store(out_ptr + i, tl.load(x_ptr + index, mask=index >= 0, other=0.0), mask=i < count)
 
 
-# ---------------------------------------------------------------- building indices
-
-
-@triton.jit
-def _expert_ids(ids_ptr, slot, count, experts):
-    """Expert of each slot, `experts` where there is none (or no slot)."""
-    e = tl.load(ids_ptr + slot, mask=slot < count, other=-1).to(tl.int32)
-    return tl.where(e < 0, experts, e)
-
-
-@triton.jit
-def _count_slots(ids_ptr, hist_ptr, count, experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    """hist[b, e]: slots of block b that chose expert e."""
-    b = tl.program_id(0)
-    e = _expert_ids(ids_ptr, b * SLOTS + tl.arange(0, SLOTS), count, experts)
-    bins = tl.arange(0, EXPERTS)
-    tl.store(hist_ptr + b.to(tl.int64) * experts + bins, tl.histogram(e, EXPERTS), mask=bins < experts)
-
-
-@triton.jit
-def _scan_blocks(hist_ptr, counts_ptr, blocks, experts, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
-    """hist[b, e] becomes the number of slots of e in earlier blocks; counts[e] their total."""
-    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    before = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, blocks, BLOCKS):
-        b = start + tl.arange(0, BLOCKS)
-        at = hist_ptr + b.to(tl.int64)[:, None] * experts + e[None, :]
-        ok = (b < blocks)[:, None] & (e < experts)[None, :]
-        hist = tl.load(at, mask=ok, other=0)
-        tl.store(at, tl.cumsum(hist, 0) - hist + before[None, :], mask=ok)
-        before += tl.sum(hist, 0)
-    tl.store(counts_ptr + e, before, mask=e < experts)
-
-
-@triton.jit
-def _lay_out(
-    counts_ptr, starts_ptr, ends_ptr, order_ptr, block_expert_ptr, slot_ptr, blocks, experts,
-    BLOCKS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Starts and ends of the padded groups, experts by falling count (ties by id), the expert of each 128-row block, and -1 into
-    every slot entry."""
-    e = tl.arange(0, EXPERTS)
-    counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
-    padded = (counts + 127) // 128 * 128
-    ends = tl.cumsum(padded, 0)
-    if tl.program_id(0) == 0:
-        tl.store(starts_ptr + e, ends - padded, mask=e < experts)
-        tl.store(ends_ptr + e, ends, mask=e < experts)
-        place = tl.zeros((EXPERTS,), tl.int32)  # experts that come before
-        for start in range(0, experts, 16):
-            other = start + tl.arange(0, 16)
-            more = tl.load(counts_ptr + other, mask=other < experts, other=-1)
-            before = (more[None, :] > counts[:, None]) | ((more[None, :] == counts[:, None]) & (other[None, :] < e[:, None]))
-            place += tl.sum(before.to(tl.int32), 1)
-        tl.store(order_ptr + place, e, mask=e < experts)
-    b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    finished = (ends[None, :] <= (b * 128)[:, None]) & (e < experts)[None, :]
-    expert = tl.sum(finished.to(tl.int32), 1)
-    tl.store(block_expert_ptr + b, tl.where(expert < experts, expert, -1), mask=b < blocks)
-    row = b.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(slot_ptr + row, tl.full((BLOCKS, 128), -1, tl.int64), mask=(b < blocks)[:, None])
-
-
-@triton.jit
-def _place_slots(ids_ptr, before_ptr, starts_ptr, row_ptr, slot_ptr, count, experts, SLOTS: tl.constexpr):
-    """row[slot] = start of its expert + slots of that expert before it; the inverse into slot_ptr."""
-    b = tl.program_id(0)
-    i, j = tl.arange(0, SLOTS), tl.arange(0, SLOTS)
-    slot = b * SLOTS + i
-    e = _expert_ids(ids_ptr, slot, count, experts)
-    other = _expert_ids(ids_ptr, b * SLOTS + j, count, experts)
-    rank = tl.sum(((e[None, :] == other[:, None]) & (j[:, None] < i[None, :])).to(tl.int32), 0)  # over what a thread holds
-    present = e < experts
-    row = rank + tl.load(before_ptr + b.to(tl.int64) * experts + e, mask=present, other=0)
-    row += tl.load(starts_ptr + e, mask=present, other=0)
-    tl.store(row_ptr + slot, tl.where(present, row, -1).to(tl.int64), mask=slot < count)
-    tl.store(slot_ptr + row, slot.to(tl.int64), mask=present)
-
-
 # ---------------------------------------------------------------- launchers
 
 
@@ -210,24 +127,3 @@ def gather_values(x: Tensor, index: Tensor) -> Tensor:
     out = torch.empty(index.shape, dtype=x.dtype, device=x.device)
     _gather_values[(cdiv(index.numel(), 1024),)](x, index, out, index.numel(), SIZE=1024, num_warps=4)
     return out
-
-
-def build(ids_Tk: Tensor, num_experts: int, max_rows: int) -> tuple[Tensor, Tensor, Groups]:
-    """What `permute.Permutation` holds: no sort, no host synchronisation."""
-    count, device = ids_Tk.numel(), ids_Tk.device
-    blocks, row_blocks = cdiv(count, SLOTS), max_rows // 128
-    hist = torch.empty((blocks, num_experts), dtype=torch.int32, device=device)
-    counts, starts, ends, order = torch.empty((4, num_experts), dtype=torch.int32, device=device)
-    block_expert = torch.empty(row_blocks, dtype=torch.int32, device=device)
-    row = torch.empty(ids_Tk.shape, dtype=torch.int64, device=device)
-    slot = torch.empty(max_rows, dtype=torch.int64, device=device)
-    ids = ids_Tk.contiguous()
-    bins = next_power_of_2(num_experts + 1)
-    _count_slots[(blocks,)](ids, hist, count, num_experts, SLOTS=SLOTS, EXPERTS=bins, num_warps=4)
-    _scan_blocks[(cdiv(num_experts, 8),)](hist, counts, blocks, num_experts, BLOCKS=256, EXPERTS=8, num_warps=4)
-    _lay_out[(cdiv(row_blocks, 32),)](
-        counts, starts, ends, order, block_expert, slot, row_blocks, num_experts,
-        BLOCKS=32, EXPERTS=next_power_of_2(num_experts), num_warps=4,
-    )  # fmt: skip
-    _place_slots[(blocks,)](ids, hist, starts, row, slot, count, num_experts, SLOTS=SLOTS, num_warps=4)
-    return row, slot, Groups(counts, starts, ends, block_expert, max_rows, order)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from fp8.permute import BlockCounts, count_slots
+
 
 def select_experts(biased_TE: Tensor, n_group: int, topk_group: int, k: int) -> Tensor:
     """[T, E] biased scores -> int64 [T, k]. Masked groups get -inf, not 0: biased scores can be negative."""
@@ -41,13 +43,13 @@ def route_ref(
 
 
 def _kernels(logits_TE: Tensor, n_group: int) -> ModuleType | None:
-    """The Triton kernels on a GPU (experts and groups powers of two), None for the reference."""
+    """The Triton kernel on a GPU (experts and groups powers of two), None for the reference."""
     experts = logits_TE.shape[1]
     if not logits_TE.is_cuda or experts & (experts - 1) or n_group & (n_group - 1):
         return None
-    from fp8 import route_kernels  # Triton comes with CUDA builds of torch only
+    from fp8 import route_forward_kernel  # Triton comes with CUDA builds of torch only
 
-    return route_kernels
+    return route_forward_kernel
 
 
 class PendingGradient:
@@ -74,12 +76,11 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits_TE: Tensor, bias_E: Tensor, sizes: tuple[int, int, int, float], pending: PendingGradient | None,
-        counts_E: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        from fp8 import route_kernels  # Triton comes with CUDA builds of torch only
+        ctx: FunctionCtx, logits_TE: Tensor, bias_E: Tensor, sizes: tuple[int, int, int, float], pending: PendingGradient | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from fp8 import route_forward_kernel  # Triton comes with CUDA builds of torch only
 
-        ids, weights, lse = route_kernels.route(logits_TE, bias_E, *sizes, counts_E)
+        ids, weights, lse = route_forward_kernel.route(logits_TE, bias_E, *sizes)
         ctx.save_for_backward(logits_TE, ids, lse)
         ctx.factor, ctx.pending = sizes[-1], pending
         ctx.mark_non_differentiable(ids)
@@ -91,25 +92,25 @@ class _Route(torch.autograd.Function):
 
         given = *ctx.saved_tensors, dweights_Tk, dlse_T, ctx.factor
         if ctx.pending is None:
-            return route_kernels.route_backward(*given), None, None, None, None
+            return route_kernels.route_backward(*given), None, None, None
         ctx.pending.leave(lambda plus_TE: route_kernels.route_backward(*given, plus_TE, parts=True))
-        return None, None, None, None, None
+        return None, None, None, None
 
 
 def route(
     logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float,
     pending: PendingGradient | None = None, counts_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(ids int64 [T, k] best first, weights fp32 [T, k], lse fp32 [T]) of fp32 logits [T, E].
+) -> tuple[Tensor, Tensor, Tensor, BlockCounts | None]:  # fmt: skip
+    """(ids int64 [T, k] best first, weights fp32 [T, k], lse fp32 [T], counts for `build_permutation`) of fp32 logits [T, E].
 
     Args:
         bias_E: added to the scores for the choice only.
         pending: where backward may leave its part of dlogits, if whoever made the logits looks there.
         counts_E: int64, gains the number of tokens of each expert.
     """
+    sizes = n_group, topk_group, k, factor
     if _kernels(logits_TE, n_group):
-        return _Route.apply(logits_TE, bias_E, (n_group, topk_group, k, factor), pending, counts_E)
-    ids_Tk, weights_Tk, lse_T = route_ref(logits_TE, bias_E, n_group, topk_group, k, factor)
-    if counts_E is not None:
-        counts_E.scatter_add_(0, ids_Tk.flatten(), torch.ones_like(ids_Tk).flatten())
-    return ids_Tk, weights_Tk, lse_T
+        made = _Route.apply(logits_TE, bias_E, sizes, pending)
+    else:
+        made = route_ref(logits_TE, bias_E, *sizes)
+    return *made, count_slots(made[0], logits_TE.shape[1], counts_E)

@@ -1,6 +1,6 @@
-"""Triton kernels behind route.py and router_gemm.py.
+"""Triton kernels behind backward of route.py, and behind router_gemm.py.
 
-Shapes: T tokens, E experts in G groups (both powers of two), k chosen; a tile is [ROWS, G, E / G].
+Shapes: T tokens, E experts (a power of two), k chosen.
 """
 
 import torch
@@ -12,74 +12,7 @@ from fp8.device_math import round_bf16
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED
 
-ROWS, WARPS = 16, 4  # 16 rows fill the lanes: a thread then holds a part of every group of its row
-BACKWARD_ROWS, BACKWARD_WARPS = 4, 2
-
-
-@triton.jit
-def _first_max(x, index, past: tl.constexpr, axis: tl.constexpr):
-    """(max, smallest index that has it) along an axis; `past` where nothing compares equal (NaN)."""
-    top = tl.max(x, axis)
-    hit = x == tl.expand_dims(top, axis)
-    return top, tl.min(tl.where(hit, index, past), axis)
-
-
-@triton.jit
-def _keep_groups(biased, G: tl.constexpr, M: tl.constexpr, TOPK_GROUP: tl.constexpr):
-    """[ROWS, G] bool: the groups with the largest sum of their two best biased scores."""
-    member = tl.arange(0, M)[None, None, :]
-    group = tl.arange(0, G)[None, :]
-    first, at = _first_max(biased, member, M, 2)
-    rest = tl.where(member == tl.expand_dims(at, 2), float("-inf"), biased)
-    score = first + tl.max(rest, 2)
-    keep = score != score  # all false; a NaN score keeps its group, so that the NaN is seen downstream
-    for _ in tl.static_range(TOPK_GROUP):
-        _, best = _first_max(score, group, G, 1)
-        hit = group == best[:, None]
-        keep = keep | hit
-        score = tl.where(hit, float("-inf"), score)
-    return keep
-
-
-@triton.jit
-def _route(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, lse_ptr, counts_ptr, rows, factor,
-    E: tl.constexpr, G: tl.constexpr, TOPK_GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ROWS: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """Chosen experts (best first, ties to the lower id), their weights, logsumexp of the logits, and counts."""
-    M: tl.constexpr = E // G
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_ok = row < rows
-    expert = tl.arange(0, G)[:, None] * M + tl.arange(0, M)[None, :]
-    at = row.to(tl.int64)[:, None, None] * E + expert[None, :, :]
-    logit = tl.load(logits_ptr + at, mask=row_ok[:, None, None], other=0.0)
-    top = tl.max(tl.max(logit, 1), 1)
-    lse = top + tl.log(tl.sum(tl.sum(tl.exp(logit - top[:, None, None]), 1), 1))
-    tl.store(lse_ptr + row, lse, mask=row_ok)
-    score = 1.0 / (1.0 + tl.exp(-logit))
-    biased = score + tl.load(bias_ptr + expert)[None, :, :]
-    keep = _keep_groups(biased, G, M, TOPK_GROUP)
-    left = tl.where(keep[:, :, None], biased, float("-inf"))
-    slot = tl.arange(0, KP)[None, :]
-    ids = tl.zeros((ROWS, KP), tl.int32)
-    for j in tl.static_range(K):
-        best = tl.max(tl.max(left, 1), 1)[:, None, None]  # over groups first, which takes no shuffle
-        id_ = tl.min(tl.min(tl.where(left == best, expert[None, :, :], E), 1), 1)
-        hit = expert[None, :, :] == id_[:, None, None]
-        left = tl.where(hit, float("-inf"), left)
-        ids = tl.where(slot == j, tl.minimum(id_, E - 1)[:, None], ids)
-    own = tl.load(logits_ptr + row.to(tl.int64)[:, None] * E + ids, mask=row_ok[:, None], other=0.0)
-    chosen = tl.where(slot < K, 1.0 / (1.0 + tl.exp(-own)), 0.0)  # read again: cheaper than a sum over all experts
-    weights = chosen / (tl.sum(chosen, 1)[:, None] + 1e-20) * factor
-    out = row.to(tl.int64)[:, None] * K + slot
-    ok = row_ok[:, None] & (slot < K)
-    tl.store(ids_ptr + out, ids.to(tl.int64), mask=ok)
-    tl.store(weights_ptr + out, weights, mask=ok)
-    if COUNT:
-        hist = tl.histogram(tl.reshape(tl.where(ok, ids, E), (ROWS * KP,)), 2 * E)
-        bins = tl.arange(0, 2 * E)
-        tl.atomic_add(counts_ptr + bins, hist.to(tl.int64), mask=(bins < E) & (hist > 0))  # integers: any order gives the same
+ROWS, WARPS = 4, 2  # of a program of the backward
 
 
 @triton.jit
@@ -160,21 +93,6 @@ def _sum_parts(x_ptr, out_ptr, count, cols, row_stride, part_stride, SIZE: tl.co
 # ---------------------------------------------------------------- launchers
 
 
-def route(
-    logits_TE: Tensor, bias_E: Tensor, n_group: int, topk_group: int, k: int, factor: float, counts_E: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 [T, k], weights fp32 [T, k], logsumexp fp32 [T]) of fp32 logits; adds to int64 `counts_E`."""
-    (rows, experts), device = logits_TE.shape, logits_TE.device
-    ids = torch.empty((rows, k), dtype=torch.int64, device=device)
-    weights = torch.empty((rows, k), dtype=torch.float32, device=device)
-    lse = torch.empty(rows, dtype=torch.float32, device=device)
-    _route[(cdiv(rows, ROWS),)](
-        logits_TE, bias_E, ids, weights, lse, ids if counts_E is None else counts_E, rows, factor, E=experts, G=n_group,
-        TOPK_GROUP=topk_group, K=k, KP=next_power_of_2(k), ROWS=ROWS, COUNT=counts_E is not None, num_warps=WARPS,
-    )  # fmt: skip
-    return ids, weights, lse
-
-
 def route_backward(
     logits_TE: Tensor, ids_Tk: Tensor, lse_T: Tensor, dweights_Tk: Tensor, dlse_T: Tensor, factor: float,
     plus_TE: Tensor | None = None, parts: bool = False,
@@ -183,10 +101,11 @@ def route_backward(
     (rows, experts), k = logits_TE.shape, ids_Tk.shape[1]
     shape, dtype = ((rows, 4 * experts), torch.bfloat16) if parts else ((rows, experts), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=logits_TE.device)
-    _route_backward[(cdiv(rows, BACKWARD_ROWS),)](
+    _route_backward[(cdiv(rows, ROWS),)](
         logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(),
         logits_TE if plus_TE is None else plus_TE.contiguous(), out, rows, factor, E=experts, K=k, KP=next_power_of_2(k),
-        ROWS=BACKWARD_ROWS, PLUS=plus_TE is not None, PARTS=parts, HARDWARE=not INTERPRETED, num_warps=BACKWARD_WARPS,
+        ROWS=ROWS, PLUS=plus_TE is not None, PARTS=parts, HARDWARE=not INTERPRETED, num_warps=WARPS,
+        enable_fp_fusion=False,  # the same bits in every form
     )  # fmt: skip
     return out
 

@@ -28,6 +28,7 @@ from fp8.grouped_gemm import (
     quantizes_output,
 )
 from fp8.linear import SharedGradient
+from fp8.permute import BlockCounts
 from fp8.quantize import requantize_t
 from fp8.quantized import Quantized
 from fp8.recipe import Recipe
@@ -229,10 +230,17 @@ class RoutedExperts(nn.Module):
         """Sends x to all ranks, where nobody needs to know the ids for it."""
         return send_tokens(x.q, self.ep)
 
-    def start(self, ids_Tk: Tensor, weights_Tk: Tensor | None = None, tokens: PendingRows | None = None) -> PlanStart:
-        """Tells the ranks how many tokens will come, or their weights and ids. Other work may follow before `work`."""
+    def start(
+        self, ids_Tk: Tensor, weights_Tk: Tensor | None = None, tokens: PendingRows | None = None,
+        counted: BlockCounts | None = None,
+    ) -> PlanStart:  # fmt: skip
+        """Tells the ranks how many tokens will come, or their weights and ids. Other work may follow before `work`.
+
+        Args:
+            counted: of these ids, where the router has it.
+        """
         weights = None if weights_Tk is None else weights_Tk.detach()
-        return start_plan(ids_Tk, self.num_experts, self.ep, weights, tokens)
+        return start_plan(ids_Tk, self.num_experts, self.ep, weights, tokens, counted)
 
     def forward(self, leaving: Leaving) -> Tensor:
         """The output of `work` [T, D]."""

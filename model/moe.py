@@ -66,7 +66,7 @@ class MoE(nn.Module):
         own = split_normed(x, self.tp)
         tokens = self.experts.send(own.edge)  # the router hides their way, the shared expert the sums'
         routing = self.router(own, count=not ctx.recomputing)
-        start = self.experts.start(routing.ids_Tk, routing.weights_Tk, tokens)
+        start = self.experts.start(routing.ids_Tk, routing.weights_Tk, tokens, routing.counted)
         same_dy = self._same_dy()
         shared_TD = self._shared(x, same_dy) if tokens is None else None  # hides the exchange of counts
         leaving = self.experts.work(own.edge, start, routing.weights_Tk, same_dy)

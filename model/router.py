@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from fp8.permute import BlockCounts
 from fp8.recipe import Recipe
 from fp8.rms_norm import Normed
 from fp8.route import PendingGradient, route
@@ -61,12 +62,14 @@ class Routing:
         ids_Tk: int64 chosen experts, best first.
         weights_Tk: fp32 routing weights, differentiable.
         lse_T, logits_TE: fp32, differentiable, for the auxiliary losses; lse is logsumexp(logits).
+        counted: of ids_Tk, for whoever builds the permutation; None where nobody has counted.
     """
 
     ids_Tk: Tensor
     weights_Tk: Tensor
     lse_T: Tensor
     logits_TE: Tensor
+    counted: BlockCounts | None = None
 
 
 class Router(nn.Module):
@@ -93,8 +96,8 @@ class Router(nn.Module):
         logits_TE = _Logits.apply(x.x_TD, self.weight.anchor, self.weight, x.x_ticket, pending)
         sizes = (c.n_group, c.topk_group, c.num_experts_per_tok, c.routed_scaling_factor)
         counts = self.counts if self.training and count else None
-        ids_Tk, weights_Tk, lse_T = route(logits_TE, self.expert_bias, *sizes, pending, counts)
-        return Routing(ids_Tk, weights_Tk, lse_T, logits_TE)
+        ids_Tk, weights_Tk, lse_T, counted = route(logits_TE, self.expert_bias, *sizes, pending, counts)
+        return Routing(ids_Tk, weights_Tk, lse_T, logits_TE, counted)
 
 
 def routers(module: nn.Module) -> Iterator[tuple[str, Router]]:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fp8.grouped_gemm import padded_rows
 from fp8.permute import (
+    BlockCounts,
     Permutation,
     build_permutation,
     permute,
@@ -97,6 +98,7 @@ class PlanStart:
     ready: torch.cuda.Event | None = None
     tokens: PendingRows | None = None
     slots: Pending | None = None
+    block_counts: BlockCounts | None = None  # of ids_Tk, where no rank but this one matters
 
 
 def send_tokens(x_q: Quantized, axis: Axis) -> PendingRows | None:
@@ -105,15 +107,16 @@ def send_tokens(x_q: Quantized, axis: Axis) -> PendingRows | None:
 
 
 def start_plan(
-    ids_Tk: Tensor, num_experts: int, axis: Axis, weights_Tk: Tensor | None = None, tokens: PendingRows | None = None
-) -> PlanStart:
+    ids_Tk: Tensor, num_experts: int, axis: Axis, weights_Tk: Tensor | None = None, tokens: PendingRows | None = None,
+    block_counts: BlockCounts | None = None,
+) -> PlanStart:  # fmt: skip
     """Starts the exchange of counts; call it as soon as the expert ids exist, and do other work before `dispatch`.
 
     Each rank learns from every other how many tokens come, and how many rows for each of its experts. Gathered, it is the routing
     weights and ids that leave, if weights are given (those that `dispatch` will be called with), behind the tokens.
     """
     if axis.size == 1:
-        return PlanStart(axis, ids_Tk, num_experts)
+        return PlanStart(axis, ids_Tk, num_experts, block_counts=block_counts)
     assert num_experts % axis.size == 0, f"{num_experts} experts do not split over ep = {axis.size}"
     if axis.gathers:
         slots = None if weights_Tk is None else _gather_slots(ids_Tk, weights_Tk, axis)
@@ -146,7 +149,7 @@ def dispatch(x_q: Quantized, weights_Tk: Tensor, start: PlanStart) -> tuple[Quan
     """
     axis = start.axis
     if axis.size == 1:
-        plan = DispatchPlan(axis, build_permutation(start.ids_Tk, start.num_experts))
+        plan = DispatchPlan(axis, build_permutation(start.ids_Tk, start.num_experts, counted=start.block_counts))
         return permute(x_q, plan.perm), permute_slots(weights_Tk, plan.perm), plan
     if axis.gathers:
         return _dispatch_gathered(x_q, weights_Tk, start)

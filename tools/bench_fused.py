@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator
 import torch
 from triton.testing import do_bench
 
-from fp8 import cross_entropy_kernels, qk_norm_rope_kernels, rms_norm_kernels, route_kernels, swiglu_kernels
+from fp8 import (
+    cross_entropy_kernels,
+    qk_norm_rope_kernels,
+    rms_norm_kernels,
+    route_forward_kernel,
+    route_kernels,
+    swiglu_kernels,
+)
 from fp8.embedding import add_rows
 from fp8.fused import ROW
 from fp8.gradient_kernels import take
@@ -95,7 +102,7 @@ def expert_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     live, r = perm.groups.block_expert_B, int(perm.groups.ends_E[-1])
     x = quantize(random(t, d), ROW)
     ids = torch.rand(t, c.num_experts, device="cuda").topk(k, dim=1).indices
-    yield "build indices (4 launches)", lambda: build_permutation(ids, c.num_experts), 16 * t * k + 8 * buffer
+    yield "build indices (3 launches)", lambda: build_permutation(ids, c.num_experts), 16 * t * k + 8 * buffer
     yield "permute FP8 rows", lambda: permute(x, perm), t * d + r * d + (t + r) * d // 32
     run = lambda: permute_both(x, perm, ROW)  # noqa: E731
     yield "permute dY: rows + columns", run, t * d + 2 * r * d + (2 * t + 4 * r) * d // 64
@@ -128,9 +135,9 @@ def expert_cases(t: int, c: ModelConfig) -> Iterator[Case]:
 def router_cases(t: int, c: ModelConfig) -> Iterator[Case]:
     e, k = c.num_experts, c.num_experts_per_tok
     logits, bias = torch.randn(t, e, device="cuda"), torch.zeros(e, device="cuda")
-    counts, sizes = torch.zeros(e, dtype=torch.int64, device="cuda"), (c.n_group, c.topk_group, k, 2.5)
-    ids, weights, lse = route_kernels.route(logits, bias, *sizes, counts)
-    yield "route", lambda: route_kernels.route(logits, bias, *sizes, counts), 4 * t * e + 12 * t * k
+    sizes = c.n_group, c.topk_group, k, 2.5
+    ids, weights, lse = route_forward_kernel.route(logits, bias, *sizes)
+    yield "route", lambda: route_forward_kernel.route(logits, bias, *sizes), 4 * t * e + 12 * t * k
     run = lambda: route_kernels.route_backward(logits, ids, lse, weights, lse, 2.5, parts=True)  # noqa: E731
     yield "route backward -> 4 x BF16", run, 12 * t * e + 12 * t * k
     x, w, size = random(t, c.hidden_size), random(e, c.hidden_size, dtype=torch.float32), 2 * t * c.hidden_size + 4 * t * e

@@ -74,13 +74,13 @@ def route_evenly(num_experts: int) -> None:
     """From now on tokens go to random experts, as evenly as from a balanced router: new ones send all tokens to a few experts."""
     own = router.route
 
-    def even(logits_TE: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-        ids_Tk, weights_Tk, lse_T = own(logits_TE, *rest[:-1], None)
+    def even(logits_TE: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor, None]:
+        ids_Tk, weights_Tk, lse_T, _ = own(logits_TE, *rest[:-1], None)
         if rest[-1] is not None:
             rest[-1].add_(ids_Tk.numel() // num_experts)  # what is expected of each; counting them would take its time
         first_T1 = torch.randint(num_experts, ids_Tk[:, :1].shape, device=ids_Tk.device)
         k = ids_Tk.shape[1]
-        return (first_T1 + num_experts // k * torch.arange(k, device=ids_Tk.device)) % num_experts, weights_Tk, lse_T
+        return (first_T1 + num_experts // k * torch.arange(k, device=ids_Tk.device)) % num_experts, weights_Tk, lse_T, None
 
     router.route = even
 

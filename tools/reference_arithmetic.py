@@ -13,7 +13,7 @@ from unittest.mock import patch
 from fp8 import cross_entropy, gemm, grouped_gemm, permute, qk_norm_rope, quantize, residual, rms_norm, route, swiglu
 
 CHOOSERS = [(module, "_kernels") for module in (cross_entropy, permute, qk_norm_rope, quantize, residual, rms_norm, route, swiglu)]
-CHOOSERS += [(permute, "_turning_kernels")]
+CHOOSERS += [(permute, "_index_kernels"), (permute, "_turning_kernels")]
 CONDITIONS = [(rms_norm, "fuses_activation"), (swiglu, "fuses_activation"), (swiglu, "fuses_gradient")]
 CONDITIONS += [(cross_entropy, "fuses_gradient"), (gemm, "_is_native"), (grouped_gemm, "_has_kernel")]
 

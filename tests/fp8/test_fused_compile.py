@@ -24,6 +24,7 @@ from fp8 import (  # noqa: E402
     permute_kernels,
     qk_norm_rope_kernels,
     rms_norm_kernels,
+    route_forward_kernel,
     route_kernels,
     swiglu_backward_kernel,
     swiglu_kernels,
@@ -38,6 +39,7 @@ LIVE = {"live_ptr": "*i32", "sorted_ptr": "*i32"}
 IDS = dict.fromkeys(("ids_ptr", "label_ptr", "row_ptr", "slot_ptr", "index_ptr", "order_ptr", "counts_ptr"), "*i64")
 BLOCKS = {"h_ptr": "*i64", "aq_ptr": "*i32", "hq_ptr": "*i32", "da_ptr": "*i64", "q_ptr": "*i32", "qt_ptr": "*i32"}
 ON = dict(HARDWARE=True)
+LANES = route_forward_kernel._layouts(256, 8, 8)
 # module, kernel, types that differ from the ones above, compile-time arguments, warps
 CASES = [
     (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=4, BLOCKS=16, ROUND=True, **ON), 8),
@@ -49,7 +51,7 @@ CASES = [
     (swiglu_backward_kernel, "swiglu_backward", BLOCKS, dict(WEIGHTED=True, LIVE=True, FULL=False, **ON), 8),
     (permute_kernels, "_scatter_rows", {"x_ptr": "*i32", "y_ptr": "*i32"}, dict(K=8, TOKENS=1, WORDS=512, SCALES=16), 1),
     (permute_kernels, "_sum_rows", {"out_ptr": "*bf16"}, dict(K=8, COLS=2048, PLUS=False, ROUND=True, **ON), 4),
-    (route_kernels, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, ROWS=16, COUNT=True), 4),
+    (route_forward_kernel, "_route", {}, dict(E=256, G=8, TOPK_GROUP=4, K=8, KP=8, **LANES, **ON), 1),
     (route_kernels, "_route_backward", {"out_ptr": "*bf16"}, dict(E=256, K=8, KP=8, ROWS=4, PLUS=True, PARTS=True, **ON), 2),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
     (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 4),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fp8 import index_kernels
 from fp8 import permute as permute_module
 from fp8 import permute_kernels as kernels
 from fp8 import permute_turn_kernels as turn_kernels
@@ -27,7 +28,7 @@ def chosen(tokens: int, k: int, experts: int, holes: bool) -> torch.Tensor:
 
 
 def built(ids: torch.Tensor, experts: int) -> Permutation:
-    return Permutation(*kernels.build(ids, experts, padded_rows(ids.numel(), experts)))
+    return Permutation(*index_kernels.place(ids, *index_kernels.count(ids, experts), padded_rows(ids.numel(), experts)))
 
 
 @pytest.mark.parametrize("holes", [False, True])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from fp8 import index_kernels
 from fp8 import route_kernels as kernels
 from fp8.route import route_ref
+from fp8.route_forward_kernel import route
 from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, marks, randn
 
@@ -18,7 +20,8 @@ def test_choice_weights_counts_and_gradient(tokens: int, experts: int, groups: i
     logits = torch.randn(tokens, experts, device=DEVICE).requires_grad_()
     bias = torch.randn(experts, device=DEVICE) * 0.1
     counts = torch.full((experts,), 7, dtype=torch.int64, device=DEVICE)
-    ids, weights, lse = kernels.route(logits.detach(), bias, groups, topk_group, k, FACTOR, counts)
+    ids, weights, lse = route(logits.detach(), bias, groups, topk_group, k, FACTOR)
+    index_kernels.count(ids, experts, counts)
     want_ids, want_weights, want_lse = route_ref(logits, bias, groups, topk_group, k, FACTOR)
     same = (ids == want_ids).all(1)
     assert same.float().mean() > 0.998  # scores may differ in their last bit, so near ties may fall the other way
@@ -39,10 +42,41 @@ def test_choice_weights_counts_and_gradient(tokens: int, experts: int, groups: i
     assert torch.equal(kernels.route_backward(*args, plus, parts=True), both)
 
 
-def test_ties_go_to_the_lower_id() -> None:
-    logits = torch.zeros(9, 16, device=DEVICE)
-    ids = kernels.route(logits, torch.zeros(16, device=DEVICE), 4, 2, 3, FACTOR, None)[0]
-    assert torch.equal(ids, torch.arange(3, device=DEVICE).expand(9, 3))
+def choice(biased_TE: torch.Tensor, groups: int, topk_group: int, k: int) -> torch.Tensor:
+    """The k best within the best groups, ties to the lower id everywhere."""
+    grouped = biased_TE.unflatten(1, (groups, -1))
+    score = grouped.sort(dim=2, descending=True, stable=True).values[:, :, :2].sum(2)
+    best = score.sort(dim=1, descending=True, stable=True).indices[:, :topk_group]
+    keep = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
+    masked = grouped.masked_fill(~keep[:, :, None], float("-inf")).flatten(1)
+    return masked.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+@pytest.mark.parametrize("tokens, experts, groups, topk_group, k", SIZES)
+def test_ties_go_to_the_lower_id(tokens: int, experts: int, groups: int, topk_group: int, k: int) -> None:
+    logits = (2 * torch.randn(tokens, experts, device=DEVICE)).round()
+    logits[0] = 0
+    ids = route(logits, torch.zeros(experts, device=DEVICE), groups, topk_group, k, FACTOR)[0]
+    assert torch.equal(ids, choice(logits.sigmoid(), groups, topk_group, k))
+
+
+@pytest.mark.parametrize("low", [0.0, -3.0])
+@pytest.mark.parametrize("tokens, experts, groups, topk_group, k", SIZES)
+def test_scores_that_differ_in_their_last_bits(tokens: int, experts: int, groups: int, topk_group: int, k: int, low: float) -> None:
+    """The keys cut those bits off, and negative scores order the other way round in theirs."""
+    bias = low + torch.randint(0, 200, (experts,), device=DEVICE) * 2.0**-22
+    logits = torch.zeros(tokens, experts, device=DEVICE)
+    ids, weights, _ = route(logits, bias, groups, topk_group, k, FACTOR)
+    assert torch.equal(ids, choice(logits.sigmoid() + bias, groups, topk_group, k))
+    torch.testing.assert_close(weights, torch.full_like(weights, FACTOR / k))
+
+
+def test_nan_is_seen_and_ids_stay_distinct() -> None:
+    logits = torch.randn(9, 16, device=DEVICE)
+    logits[2], logits[5, 3] = float("nan"), float("nan")
+    ids, weights, lse = route(logits, torch.zeros(16, device=DEVICE), 4, 2, 3, FACTOR)
+    assert weights[2].isnan().all() and lse[[2, 5]].isnan().all() and lse.isnan().sum() == 2
+    assert ((ids >= 0) & (ids < 16)).all() and all(len(set(row)) == 3 for row in ids.tolist())
 
 
 def test_split_is_exact() -> None:
