@@ -17,7 +17,7 @@ from fp8.launch import cdiv, next_power_of_2
 
 SLOTS = 128  # of a block: their ranks are found by comparing all pairs
 SCAN_EXPERTS, SCAN_BLOCKS = 8, 256  # of a step of a program that scans
-ROW_BLOCKS = 2  # blocks of 128 rows that a program that places slots lays out, or more
+ROW_BLOCKS = 2  # blocks of 128 rows that a program lays out at a time
 
 
 @triton.jit
@@ -134,7 +134,8 @@ def place(
     block_expert = torch.empty(row_blocks, dtype=torch.int32, device=device)
     row = torch.empty(ids_Tk.shape, dtype=torch.int64, device=device)
     slot = torch.empty(max_rows, dtype=torch.int64, device=device)
-    _place_slots[(before_BE.shape[0],)](
+    programs = max(before_BE.shape[0], cdiv(row_blocks, 4 * ROW_BLOCKS))  # few slots or none have as many groups
+    _place_slots[(programs,)](
         ids_Tk, before_BE, counts_E, starts, ends, order, block_expert, row, slot, ids_Tk.numel(), experts, block_slots, row_blocks,
         SLOTS=next_power_of_2(block_slots), EXPERTS=next_power_of_2(experts), ROW_BLOCKS=ROW_BLOCKS, num_warps=4,
     )  # fmt: skip

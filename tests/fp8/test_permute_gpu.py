@@ -41,6 +41,15 @@ def test_indices(tokens: int, k: int, experts: int, cols: int, holes: bool) -> N
         assert torch.equal(getattr(got.groups, name), getattr(want.groups, name)), name
 
 
+def test_indices_of_no_slot() -> None:
+    """What a rank has whose experts nobody chose."""
+    ids = torch.empty(0, 4, dtype=torch.int64, device=DEVICE)
+    got, want = built(ids, 37), build_permutation_ref(ids, 37, padded_rows(0, 37))
+    assert torch.equal(got.slot_R, want.slot_R) and got.row_Tk.shape == (0, 4)
+    for name in ("counts_E", "starts_E", "ends_E", "block_expert_B", "order_E"):
+        assert torch.equal(getattr(got.groups, name), getattr(want.groups, name)), name
+
+
 @pytest.mark.parametrize("form", ["e4m3", "bf16"])
 @pytest.mark.parametrize("tokens, k, experts, cols", CASES)
 def test_rows_go_and_come_back(tokens: int, k: int, experts: int, cols: int, form: str) -> None:
