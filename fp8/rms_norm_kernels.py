@@ -16,6 +16,7 @@ from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
+from fp8.rms_norm_forward_kernel import MOST_FEATURES, forward_tile, rms_norm_pairs
 
 FORWARD_TILE, BACKWARD_TILE = 8192, 2048  # values of one program's tile at least
 BACKWARD_PROGRAMS = 528  # fixed, so that the order of dw's sums does not depend on the device; 4 for each of an H200's 132 SMs
@@ -37,7 +38,7 @@ def _rms_norm(
     h_ptr, w_ptr, x_ptr, q_ptr, si_ptr, rows, dim, eps, plain, quantize,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, ROUND: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """x = w * cast(h * rstd), as values if `plain`, as codes if `quantize`.
+    """x = w * cast(h * rstd), as values if `plain`, as codes if `quantize`: FP32 rows, and what rms_norm_pairs does not take.
 
     One compiled kernel for all: the order of its sums, which the compiler chooses, is the same whatever is stored, so that backward
     recomputes forward's bits.
@@ -112,10 +113,20 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     x = torch.empty_like(h) if plain else None
     q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
     unused = torch.empty(1, dtype=torch.float32, device=h.device)  # of the right type: another would be another kernel
+    codes, scales = (q.data.view(torch.uint8), q.scale_inv) if quantized else (unused.view(torch.uint8), unused)
+    in_words = dim % 2 == 0 and w_D.storage_offset() % 2 == 0
+    if in_words and h.dtype == torch.bfloat16 and w_D.dtype == torch.float32 and dim <= MOST_FEATURES:
+        tile = forward_tile(dim)
+        rms_norm_pairs[(cdiv(rows, tile.rows),)](
+            h.view(torch.int32), w_D.view(torch.int64), (x if plain else h).view(torch.int32), codes.view(torch.int16), scales,
+            rows, dim, 1 / dim, eps, int(plain), int(quantized), ROWS=tile.rows, BLOCKS=tile.blocks, SHARE=tile.share,
+            LAYOUT=tile.layout, SUMS=tile.sums, FULL=rows % tile.rows == 0 and dim == tile.blocks * BLOCK,
+            HARDWARE=not INTERPRETED, num_warps=tile.warps, maxnreg=tile.registers,
+        )  # fmt: skip
+        return x, q
     tile_rows, blocks, warps = _tile(dim, FORWARD_TILE)
     _rms_norm[(cdiv(rows, tile_rows),)](
-        h, w_D, x if plain else h, q.data.view(torch.uint8) if quantized else unused.view(torch.uint8),
-        q.scale_inv if quantized else unused, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks,
+        h, w_D, x if plain else h, codes, scales, rows, dim, eps, int(plain), int(quantized), ROWS=tile_rows, BLOCKS=blocks,
         ROUND=h.dtype == torch.bfloat16, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return x, q

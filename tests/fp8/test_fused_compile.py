@@ -23,6 +23,7 @@ from fp8 import (  # noqa: E402
     embedding_kernels,
     permute_kernels,
     qk_norm_rope_kernels,
+    rms_norm_forward_kernel,
     rms_norm_kernels,
     route_forward_kernel,
     route_kernels,
@@ -38,10 +39,14 @@ CODES = dict.fromkeys(("q_ptr", "hq_ptr", "aq_ptr"), "*u8")
 LIVE = {"live_ptr": "*i32", "sorted_ptr": "*i32"}
 IDS = dict.fromkeys(("ids_ptr", "label_ptr", "row_ptr", "slot_ptr", "index_ptr", "order_ptr", "counts_ptr"), "*i64")
 BLOCKS = {"h_ptr": "*i64", "aq_ptr": "*i32", "hq_ptr": "*i32", "da_ptr": "*i64", "q_ptr": "*i32", "qt_ptr": "*i32"}
+PAIRS = {"h_ptr": "*i32", "x_ptr": "*i32", "w_ptr": "*i64", "q_ptr": "*i16", "inverse_dim": "fp32"}
+TILE = rms_norm_forward_kernel.forward_tile(2048)
+PAIRED = dict(ROWS=TILE.rows, BLOCKS=TILE.blocks, SHARE=TILE.share, LAYOUT=TILE.layout, SUMS=TILE.sums)
 ON = dict(HARDWARE=True)
 LANES = route_forward_kernel._layouts(256, 8, 8)
 # module, kernel, types that differ from the ones above, compile-time arguments, warps
 CASES = [
+    (rms_norm_forward_kernel, "rms_norm_pairs", PAIRS, dict(FULL=True, **PAIRED, **ON), 4),
     (rms_norm_kernels, "_rms_norm", {}, dict(ROWS=4, BLOCKS=16, ROUND=True, **ON), 8),
     (rms_norm_kernels, "_rms_norm_backward", {}, dict(ROWS=1, BLOCKS=16, GRADS=3, RESIDUAL=True, ROUND=True, STAGES=3, **ON), 4),
     (qk_norm_rope_kernels, "_qk_norm_rope", {}, dict(H=16, K=4, D=128, ROWS=32, ROUND=True, **ON), 4),
@@ -55,9 +60,10 @@ CASES = [
     (route_kernels, "_route_backward", {"out_ptr": "*bf16"}, dict(E=256, K=8, KP=8, ROWS=4, PLUS=True, PARTS=True, **ON), 2),
     (cross_entropy_kernels, "_softmax_statistics", {}, dict(COLS=2048, **ON), 8),
     (cross_entropy_kernels, "_softmax_gradient", BLOCKS | {"x_ptr": "*i64"}, dict(FULL=True, **ON), 4),
-    (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16"}, dict(CHUNK=32, COLS=64, LOW=True), 4),
+    (embedding_kernels, "_sum_chunks", {"dy_ptr": "*bf16", "order_ptr": "*i32"}, dict(CHUNK=8, COLS=512), 4),
 ]  # fmt: skip
 CAPS = {
+    "rms_norm_pairs": {"maxnreg": TILE.registers},
     "swiglu_backward": {"maxnreg": swiglu_backward_kernel.REGISTERS},
 }
 THREE_CTAS = SHARED_BYTES // 3 - 1024  # share a multiprocessor
@@ -94,7 +100,7 @@ def test_compiles_without_spills(
     assert re.search(r"\b(LDG|LDGSTS)\.E\S*\.128", sass), "no 16-byte load"
 
 
-IN_PAIRS = ("swiglu_backward", "_softmax_gradient", "_swiglu_quantize")
+IN_PAIRS = ("rms_norm_pairs", "swiglu_backward", "_softmax_gradient", "_swiglu_quantize")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] in IN_PAIRS], ids=str)

@@ -12,7 +12,8 @@ from fp8.rms_norm import rms_norm_ref
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, ROW, marks, randn, same_bytes
 
 pytestmark = marks
-SIZES = [(1, 128), (7, 272)] if INTERPRETED else [(1, 128), (7, 272), (1000, 2048), (333, 4096), (100, 8192), (16384, 2048)]
+SIZES = [(1, 128), (7, 272), (3, 129)]
+SIZES += [] if INTERPRETED else [(5, 130), (1000, 2048), (333, 4096), (100, 8192), (16384, 2048)]
 EPS = 1e-6
 
 
