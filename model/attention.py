@@ -57,6 +57,10 @@ class KVCache:
         self.layers[name] = (k_BSKd, v_BSKd)
         return k_BSKd, v_BSKd
 
+    def truncate(self, length: int) -> None:
+        """Forgets the positions from `length` on."""
+        self.layers = {name: (k[:, :length], v[:, :length]) for name, (k, v) in self.layers.items()}
+
 
 def attend(q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, cu_seqlens: Tensor | None, max_seqlen: int = 0) -> Tensor:
     """Causal attention core -> [B, S, H, d]; softmax in FP32, scale d^-1/2.

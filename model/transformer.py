@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8.cross_entropy import head_loss
@@ -164,10 +165,18 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Next-token logits [B, S, V] fp32 of `tokens` that follow what `cache` holds; appends to the cache."""
+        """Next-token logits [B, S, V] fp32 of `tokens` that follow what `cache` holds; appends to the cache.
+
+        Any S under any tp: tokens behind the last one, which no token before them sees, fill up what does not split.
+        """
+        seq_len, tp = tokens_BS.shape[1], self.mesh.tp.size
+        end = seq_len + (cache.length if cache is not None else 0)
+        tokens_BS = F.pad(tokens_BS, (0, -seq_len % tp))
         rest = dict(cu_seqlens=None, max_seqlen=0, num_tokens=torch.tensor(1, device=tokens_BS.device), cache=cache)
         x, _, _ = self._trunk(tokens_BS, self._context(tokens_BS, None, **rest))
-        return self._logits(x, tokens_BS.shape)
+        if cache is not None and tokens_BS.shape[1] > seq_len:
+            cache.truncate(end)
+        return self._logits(x, tokens_BS.shape)[:, :seq_len]
 
     def _logits(self, x: Normed, shape: torch.Size) -> Tensor:
         tp = self.mesh.tp

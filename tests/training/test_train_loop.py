@@ -17,6 +17,7 @@ from torch import Tensor
 import train
 from fp8.weight import weights
 from model.router import routers
+from model.transformer import Transformer, initial_values
 from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks, run_train
 from tests.model import tiny
@@ -201,6 +202,24 @@ def test_evaluation_and_sampling_leave_everything_bitwise_unchanged(base: Path) 
     assert model.training and all(w.has_grad is False for _, w in weights(model))
     assert evaluate(model, data, Mesh.solo(), cpu, 2, 5, True) == first
     assert generate(model, load_tokenizer(str(base / "tok.model")), "def f", 5, seed=1) == text and text.startswith("def f")
+
+
+def test_tensor_parallel_ranks_write_the_text_of_one_process(base: Path) -> None:
+    """Prompts of odd and even lengths, then a token a step: fewer tokens than ranks."""
+    (want,) = run_ranks(1, _texts, 1, True, str(base))
+    assert len({text for _, text in want}) == len(want) and all(len(text) > len(prompt) for prompt, text in want)
+    for ranks, sequence in ((2, True), (2, False), (4, True)):
+        assert run_ranks(ranks, _texts, ranks, sequence, str(base)) == [want] * ranks
+
+
+def _texts(rank: int, size: int, tp: int, sequence: bool, base: str) -> list[tuple[str, str]]:
+    """(prompt, greedy continuation) under a layout, in fp32."""
+    config = dataclasses.replace(tiny.CONFIG, num_key_value_heads=4)
+    model = Transformer(config, tiny.Recipe.fp32(), build_mesh(tp, 1, torch.device("cpu"), sequence), torch.float32)
+    for _, weight, value in initial_values(model, 0):
+        weight.set_(value)
+    tokenizer = load_tokenizer(f"{base}/tok.model")
+    return [(prompt, generate(model, tokenizer, prompt, 6, temperature=0)) for prompt in ("d", "def f", "return x + 7\n")]
 
 
 def test_validation_mean_weighs_tokens_not_batches(base: Path) -> None:
