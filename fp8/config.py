@@ -72,7 +72,7 @@ class Fp8Config:
 
     def _with_formats(self, recipe: Recipe) -> Recipe:
         if self.format != "default":
-            recipe = RECIPES[recipe.name](fmt=self.format)
+            recipe = recipe.with_format(self.format)
         roles: dict[str, Spec] = {}
         for role in ("activation", "weight", "gradient", "wire"):
             spec, fmt = getattr(recipe, role), getattr(self, role)

@@ -83,6 +83,11 @@ MATRIX: dict[str, Support] = {
     "fp32": Support({a: (11, 8) for a in ("SM70", *ARCHS)}, {}, ""),
 }
 
+_UNLISTED = Support(
+    {}, {}, "MATRIX in fp8/hardware.py has no row that says which architectures multiply its operands; add one: that of the recipe "
+    "whose formats and tiles it shares. fp8.emulate=true runs it in reference arithmetic, slower than BF16",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -101,19 +106,22 @@ def check(recipe: str, machine: Machine, emulate: bool = False) -> Verdict:
     """What happens to `recipe` (a name of `RECIPES`) on `machine`.
 
     Returns:
-        native; reference on a CPU; emulated if asked for; else refused, with a text that names the nearest recipe that works.
+        native; reference on a CPU; emulated if asked for; else refused, with a text that names the nearest recipe that works,
+        or the row of `MATRIX` that a recipe of your own still needs.
     """
     if machine.torch < MIN_TORCH:
         text = f"torch {_text(machine.torch)} is too old: {_text(MIN_TORCH)} is the first with F.scaled_mm and F.grouped_mm"
         return Verdict("refused", text)
     if machine.sm is None:
         return Verdict("reference")
-    support = MATRIX[recipe]
+    support = MATRIX.get(recipe, _UNLISTED)
     needed = support.archs.get(machine.arch)
     if needed is not None and machine.cuda >= needed:
         return Verdict("native")
     if emulate:
         return Verdict("emulated", support.reason)
+    if support is _UNLISTED:
+        return Verdict("refused", f"recipe {recipe} cannot run on this device ({machine}) yet: {support.reason}")
     nearest = nearest_native(recipe, machine)
     reason = support.reason if needed is None else f"it needs CUDA {_text(needed)} there"
     hint = f"the nearest that runs is {nearest}" if nearest else "nothing runs here"

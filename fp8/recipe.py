@@ -146,6 +146,13 @@ class Recipe:
         """Whether any weight may be stored in FP8."""
         return self.adaptive or self.weight.is_fp8
 
+    def with_format(self, fmt: str) -> Recipe:
+        """The same tiles and scale rules in "e4m3", "e5m2" or "hybrid"; roles that are not in FP8 stay. Raises ValueError."""
+        forward, backward = _pair(fmt)
+        formats = dict(activation=forward, weight=forward, gradient=backward, wire=forward, gradient_t=backward)
+        roles = {role: getattr(self, role) for role in formats}
+        return replace(self, **{r: replace(spec, fmt=formats[r]) for r, spec in roles.items() if spec is not None and spec.is_fp8})
+
     def at(self, name: str, num_layers: int = 0) -> Recipe:
         """The recipe of the module or weight `name`: that of its longest matching override, else this one.
 

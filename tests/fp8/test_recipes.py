@@ -79,6 +79,12 @@ def test_unknown_names_list_the_known_ones() -> None:
         Recipe.block("e3m4")
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "hybrid"])
+@pytest.mark.parametrize("name", [name for name in FP8 if name != "auto"])
+def test_another_format_is_the_recipe_made_with_it(name: str, fmt: str) -> None:
+    assert RECIPES[name]().with_format(fmt) == RECIPES[name](fmt=fmt)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_frozen_and_hashable(name: str) -> None:
     recipe = recipe_named(name)

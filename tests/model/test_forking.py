@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fp8 import hardware
+from fp8.config import Fp8Config
+from fp8.hardware import Machine
 from fp8.optimizer import AdamW
-from fp8.recipe import Recipe
+from fp8.recipe import RECIPES, Recipe, Spec
 from fp8.stash import Stash
 from fp8.weight import weights
 from model import transformer
@@ -70,6 +74,19 @@ def test_the_block_of_the_page_trains_inside_the_model(page: dict[str, object], 
 def test_the_changed_recipe_uses_e5m2_for_gradients_only(page: dict[str, object]) -> None:
     recipe = page["wide_gradients"]()
     assert recipe.gradient.dtype == torch.float8_e5m2 and recipe.activation.dtype == torch.float8_e4m3fn
+
+
+def test_a_recipe_named_in_a_config_needs_a_row_of_the_matrix(page: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "wide_gradients", page["wide_gradients"])
+    config, h200 = Fp8Config(recipe="wide_gradients"), Machine((9, 0), (12, 9))
+    assert config.problems() == [] and config.admit(Machine(None)) == ""
+    with pytest.raises(ValueError, match="MATRIX in fp8/hardware.py has no row"):
+        config.admit(h200)
+    assert replace(config, emulate=True).admit(h200) == "[emulated wide_gradients] "
+    monkeypatch.setitem(hardware.MATRIX, "wide_gradients", hardware._BLOCK)
+    assert config.admit(h200) == ""
+    built = replace(config, format="e4m3", activation="e5m2").build()
+    assert built == replace(Recipe.block(), name="wide_gradients", activation=Spec("e5m2", (1, 128), "block"))
 
 
 def test_the_extra_loss_is_independent_of_micro_batching(page: dict[str, object]) -> None:
