@@ -171,8 +171,9 @@ def _run_file(config: ModelConfig, out: Path, tokenizer: str | None) -> str:
     name = out.name
     data = {"dir": f"data/{name}", "seq_len": min(config.max_position_embeddings, 4096)}
     data |= {"tokenizer": tokenizer or f"data/{name}/tokenizer.json", "vocab_size": min(2048, config.vocab_size)}
+    beside = out.resolve().parent.name == "runs"  # the run must not lie in the import: one name would stand for both
     values = {
-        "run": {"dir": f"runs/{name}"},
+        "run": {"dir": f"runs/{name}_trained" if beside else f"runs/{name}"},
         "model": dataclasses.asdict(config),
         "data": data,
         "train": {"steps": 2000, "global_batch": 128, "micro_batch": 1},

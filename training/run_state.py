@@ -118,7 +118,11 @@ def newest_whole(run_dir: str | Path, warn: Warn, check: Check | None = None) ->
 
 
 def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
-    """The checkpoint that `path` means: itself, or the newest whole one of a run. Raises UserError for neither."""
+    """The checkpoint that `path` means: itself, or the newest whole one of a run; warns where it could be either.
+
+    Raises:
+        UserError: it is neither, or damaged.
+    """
     folder = Path(path)
     if (folder / "state.json").is_file():
         reason = damage(folder)
@@ -126,6 +130,9 @@ def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
             reason = check(folder)
         if reason is not None:
             raise UserError(f"checkpoint {folder} is not whole: {reason}")
+        if of_run := whole_checkpoints(folder):
+            taken = f"{path} is taken as the checkpoint that it is itself"
+            warn(f"{taken}, not as the run in it, which is at {of_run[-1]}: name that if you mean it")
         return folder
     newest = newest_whole(folder, warn, check)
     if newest is None:

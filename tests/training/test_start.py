@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_a_run_starts_from_the_imported_weights(folder: Path) -> None:
         value = reader.read(f"master.{part.name}", box).view(tensors[part.hf_name].shape)
         torch.testing.assert_close(value, tensors[part.hf_name].float(), rtol=0, atol=1e-20)
     assert RunState.read(locate(str(folder / "run"), print)).step == 6
+
+
+def test_a_run_and_the_import_that_it_begins_from_are_told_apart(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, run_dir in (("runs/golden", "runs/golden_trained"), ("data/golden", "runs/golden")):
+        convert_hf.main(["import", str(GOLDEN), place])
+        config = load_config(f"{place}/train.yaml", [])
+        assert config.run.dir == run_dir and config.checkpoint.init_from == place
+    said: list[str] = []
+    assert locate("runs/golden", said.append) == Path("runs/golden") and not said
+    shutil.copytree(folder / "run/checkpoints", "runs/golden/checkpoints")
+    assert locate("runs/golden", said.append) == Path("runs/golden")
+    assert len(said) == 1 and "not as the run in it, which is at runs/golden/checkpoints/step_00000006: name that if" in said[0]
 
 
 def test_an_implausible_first_loss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
