@@ -31,7 +31,7 @@ from training.errors import UserError
 from training.masters import is_fp8_state, tensors
 from training.masters import load_masters as load_masters  # its other way to be read
 from training.process import SAVING, gather
-from training.run_state import RunState, Warn, resume_from
+from training.run_state import RunState, Warn, resume_from, whole_checkpoints
 from training.shards import Shard, ShardError, read_shards, tensor_names, write_shards
 from training.snapshot import HostCopy
 
@@ -143,7 +143,7 @@ class Checkpointer:
             sums = write_shards(aside, shards, world)
         except ShardError as error:
             self._on_rank_zero(lambda: files.shutil.rmtree(aside, ignore_errors=True))
-            raise UserError(f"checkpoint of step {state.step} not saved, {error}; earlier ones are intact") from error
+            raise UserError(f"checkpoint of step {state.step} not saved, {error}; {self._earlier()}") from error
         parts = gather(sums | files.checksums_beside(aside, world.rank), world)
         self._on_rank_zero(lambda: files.seal(aside, parts))
         self._on_rank_zero(lambda: files.finish(aside, final))
@@ -159,7 +159,11 @@ class Checkpointer:
         own = next((name for name, ok in zip(names, flags, strict=True) if not ok), None)
         for rank, bad in enumerate(gather(own, self._world)):
             if bad is not None:
-                raise UserError(f"checkpoint of step {step} not saved: {bad} on rank {rank} is not finite; earlier ones are intact")
+                raise UserError(f"checkpoint of step {step} not saved: {bad} on rank {rank} is not finite; {self._earlier()}")
+
+    def _earlier(self) -> str:
+        """What a save that failed has left."""
+        return "earlier checkpoints are intact" if whole_checkpoints(self.folder.parent) else "there is no earlier checkpoint"
 
     def _on_rank_zero(self, action: Callable[[], Any]) -> None:
         """Runs `action` on rank 0; an OSError there becomes a UserError on every rank."""
@@ -168,7 +172,7 @@ class Checkpointer:
             try:
                 action()
             except OSError as error:
-                problem = f"cannot write {self.folder}: {error.strerror or error}; earlier checkpoints are intact"
+                problem = f"cannot write {self.folder}: {error.strerror or error}; {self._earlier()}"
         problem = _from_rank_zero(problem, self._world)
         if problem is not None:
             raise UserError(problem)

@@ -109,9 +109,16 @@ class _Output(io.RawIOBase):
         self.file, self.position, self.crc = file, 0, 0
         self._tensor: Tensor | None = None
         self._buffers: list[Tensor] = []
+        self._problem: OSError | None = None
 
     def save(self, tensor: Tensor) -> None:
-        """Appends what `torch.save(tensor)` would write."""
+        """Appends what `torch.save(tensor)` would write. Raises OSError: a full disk, of which torch says "unexpected pos"."""
+        try:
+            self._save(tensor)
+        except RuntimeError as error:
+            raise (self._problem or error) from None
+
+    def _save(self, tensor: Tensor) -> None:
         if tensor.nbytes < STREAMED:
             torch.save(tensor.cpu().clone(memory_format=torch.contiguous_format), self)
             return
@@ -134,7 +141,11 @@ class _Output(io.RawIOBase):
         return True
 
     def _put(self, part: memoryview) -> None:
-        self.file.write(part)
+        try:
+            self.file.write(part)
+        except OSError as error:
+            self._problem = error
+            raise
         self.crc = zlib.crc32(part, self.crc)
         self.position += part.nbytes
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import resource
 import shutil
 from pathlib import Path
 
@@ -154,6 +155,30 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     messages = run_ranks(2, _disk_full_on_one_rank, str(tmp_path))
     assert messages[0] == messages[1] and "rank 1: No space left on device" in messages[0]
     assert whole_checkpoints(tmp_path) == [] and not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def _disk_full_at_times(rank: int, size: int, folder: str) -> list[str]:
+    model = Toy(rank, size)
+    saver, said = checkpointer(Path(folder), model=model, mesh=build_mesh(tp=size, ep=size)), []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (1, 2, 3):
+        if rank == 1 and step != 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300, limit[1]))  # writing on is an OSError, as on a full disk
+        try:
+            saver.save(step, 4, None)
+        except UserError as error:
+            said.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return said
+
+
+def test_a_save_that_failed_says_whether_there_is_an_earlier_one(tmp_path: Path) -> None:
+    messages = run_ranks(2, _disk_full_at_times, str(tmp_path))
+    assert messages[0] == messages[1] == [
+        "checkpoint of step 1 not saved, rank 1: File too large; there is no earlier checkpoint",
+        "checkpoint of step 3 not saved, rank 1: File too large; earlier checkpoints are intact",
+    ]  # fmt: skip
+    assert newest_whole(tmp_path, quiet).name == "step_00000002"
 
 
 def test_another_model_or_tokenizer_is_refused_by_name(tmp_path: Path) -> None:

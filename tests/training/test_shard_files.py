@@ -1,6 +1,8 @@
 """Checkpoint bytes: streamed, by threads, in torch's own format."""
 
 import io
+import re
+import resource
 import zlib
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fp8.weight import Piece
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, build_mesh
+from tests.helpers import run_ranks
 from training import shard_files
 from training.shards import Shard, ShardError, read_shards, write_shards
 
@@ -136,3 +139,22 @@ def _peak_while(action) -> int:  # noqa: ANN001
     finally:
         shard_files._Output._put = put
     return max(seen)
+
+
+def _on_a_full_disk(rank: int, size: int, folder: str) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limit[1]))  # writing on is an OSError
+    shards = {name: Shard.whole(torch.zeros(elements)) for name, elements in (("small", 100), ("large", 3000))}
+    try:
+        write_shards(Path(folder), shards, build_mesh(1, 1, torch.device("cpu")).world)
+    except ShardError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return "saved"
+
+
+def test_an_error_of_the_disk_is_named_though_torch_save_hides_it(tmp_path: Path) -> None:
+    """On the way to another rank an exception also loses what it was raised from."""
+    messages = run_ranks(2, _on_a_full_disk, str(tmp_path))
+    assert messages[0] == messages[1] and re.fullmatch("rank [01]: File too large", messages[0])
