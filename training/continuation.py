@@ -10,7 +10,7 @@ from training.config import Config
 from training.errors import UserError
 from training.metrics import read_metrics
 from training.process import gather
-from training.run_state import RunState, Warn, whole_checkpoints
+from training.run_state import RunState, Warn, in_yaml, whole_checkpoints
 
 # What decides the numbers that a run computes: sections, and keys of others. The rest is where, how fast, and how much is told.
 SECTIONS = ("model", "optim", "fp8")
@@ -47,7 +47,7 @@ def finished(config: Config, state: RunState, world: Axis, warn: Warn, validates
     """
     changed = changed_settings(state.config, config)
     if state.step < config.train.steps:
-        said = [f"{key} from {old} to {new}" for key, (old, new) in changed.items() if not _told(key)]
+        said = [f"{key} from {in_yaml(old)} to {in_yaml(new)}" for key, (old, new) in changed.items() if not _told(key)]
         warn(f"settings change with this resume: {'; '.join(said)}" if said else None)
         return None
     source = config.run.dir if whole_checkpoints(config.run.dir) else f"checkpoint.resume={config.checkpoint.resume}"
@@ -55,7 +55,7 @@ def finished(config: Config, state: RunState, world: Axis, warn: Warn, validates
     if state.step > config.train.steps:
         done = f"{source} has done {state.step} steps, more than train.steps={config.train.steps}"
     if changed:
-        there = "; ".join(f"{key} is {old} there and {new} here" for key, (old, new) in changed.items())
+        there = "; ".join(f"{key} is {in_yaml(old)} there and {in_yaml(new)} here" for key, (old, new) in changed.items())
         raise UserError(f"{done}, with other settings: {there}. Choose another run.dir; or a larger train.steps, to go on")
     if not gather(world.rank == 0 and (not validates or _validated(config.run.dir, state.step)), world)[0]:
         return None

@@ -21,6 +21,7 @@ TUNABLE = {
     "mtp_loss_weight", "router_z_loss_weight", "head_z_loss_weight", "aux_loss_weight", "bias_update_rate",
     "initializer_range", "embedding_init_std", "loss_chunk", "max_position_embeddings", "rope_theta",
 }  # fmt: skip
+INITIAL = {"initializer_range", "embedding_init_std"}  # of them, those that only a start from random values reads
 Warn = Callable[[str], None]
 Check = Callable[[Path], str | None]  # reads a checkpoint's files; what is wrong with them
 
@@ -61,6 +62,7 @@ class RunState:
         """Raises UserError for another model or tokenizer; warns of what may change but rarely should."""
         now = asdict(model)
         changed = {name: (self.model.get(name), now[name]) for name in now if self.model.get(name) != now[name]}
+        changed = {name: (in_yaml(old), in_yaml(new)) for name, (old, new) in changed.items()}
         wrong = [f"model.{n} is {old} there and {new} here" for n, (old, new) in changed.items() if n not in TUNABLE]
         if wrong:
             found = f"checkpoint {folder} is of another model: {'; '.join(wrong)}"
@@ -71,9 +73,15 @@ class RunState:
                 f"{tokenizer[:12]} here (data.tokenizer)"
             )
         for name, (old, new) in changed.items():
-            warn(f"model.{name} changes from {old} to {new} with this resume")
+            change = f"model.{name} changes from {old} to {new}"
+            warn(f"{change}, but no weight does: all come from {folder}" if name in INITIAL else f"{change}: {folder} has the former")
         if self.data != data:
             warn("the training data is not what the checkpoint was trained on; the data order goes on in the new data")
+
+
+def in_yaml(value: object) -> str:
+    """A value as a configuration writes it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _check_types(state: RunState) -> None:

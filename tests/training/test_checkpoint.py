@@ -194,6 +194,9 @@ def test_another_model_or_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     warnings: list[str] = []
     state.check(path, dataclasses.replace(model, bias_update_rate=1e-4), "tok", "new data", warnings.append)
     assert "bias_update_rate changes from 0.001 to 0.0001" in warnings[0] and "training data is not" in warnings[1]
+    warnings.clear()  # what only random weights read
+    state.check(path, dataclasses.replace(model, embedding_init_std=0.5), "tok", "data", warnings.append)
+    assert warnings == [f"model.embedding_init_std changes from null to 0.5, but no weight does: all come from {path}"]
 
 
 def test_which_checkpoint_a_run_resumes(tmp_path: Path) -> None:
