@@ -73,8 +73,8 @@ class RunState:
                 f"{tokenizer[:12]} here (data.tokenizer)"
             )
         for name, (old, new) in changed.items():
-            change = f"model.{name} changes from {old} to {new}"
-            warn(f"{change}, but no weight does: all come from {folder}" if name in INITIAL else f"{change}: {folder} has the former")
+            source = f", but no weight does: all come from {folder}" if name in INITIAL else f": {folder} has the former"
+            warn(f"model.{name} changes from {old} to {new}{source}")
         if self.data != data:
             warn("the training data is not what the checkpoint was trained on; the data order goes on in the new data")
 
