@@ -153,7 +153,7 @@ class Run:
         metrics.say(self.throughput.formula())
         if train.deterministic:
             metrics.say(make_deterministic(device))
-        for note in (fit_note(optim, train.steps), *idle_keys(config, device.type), self.window.missed(self.done)):
+        for note in (fit_note(optim, train.steps), *idle_keys(config, device.type, mesh.world.size), self.window.missed(self.done)):
             metrics.warn(note)
 
     # ---------------------------------------------------------------- the loop

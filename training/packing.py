@@ -99,7 +99,8 @@ def other_corpus(config: DataConfig) -> str | None:
     """What to say where the training file holds another text than `config` names; a part of that text (`max_bytes`) is the same."""
     path = packed_path(config.dir, "train")
     held = read_info(path).settings
-    wanted = json.loads(json.dumps({name: getattr(config, name) for name in IDENTITY}))
+    read = [name for name in IDENTITY if config.source == "hub" or not name.startswith("hub_")]
+    wanted = json.loads(json.dumps({name: getattr(config, name) for name in read}))
     changed = [f"data.{name}" for name, value in wanted.items() if name in held and held[name] != value]
     if not changed:
         return None

@@ -65,7 +65,7 @@ def describe(config: Config, world_size: int) -> str:
     device, here = config.train.device, ""
     if device == "auto" and not torch.cuda.device_count():
         device, here = "cpu", ", and this machine has no GPU"
-    idle = [f"{text}{here}" if text.endswith("on a CPU") else text for text in idle_keys(config, device)]
+    idle = [f"{text}{here}" if text.endswith("on a CPU") else text for text in idle_keys(config, device, world_size)]
     notes = fit_note(optim, config.train.steps), *idle
     lines += [f"note              {text}" for text in notes if text is not None]
     return "\n".join(lines + [f"not there yet     {what}" for what in missing_files(config)])

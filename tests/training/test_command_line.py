@@ -14,7 +14,9 @@ import torch
 import train
 from tests.helpers import ROOT
 from tests.training.runs import losses
+from training.config import load_config
 from training.errors import UserError
+from training.idle_keys import idle_keys
 from training.snapshot import HostCopy
 
 
@@ -61,20 +63,40 @@ def test_keys_that_change_nothing_are_noted(base: Path, tmp_path: Path, capsys: 
         "no room for optim.warmup_steps": "optim.warmup_steps=8",
         "parallel.tp_wire is set, but parallel.tp=1 does not read it": "parallel.tp_wire=fp8",
         "parallel.dispatch is set, but parallel.ep=1 does not read it": "parallel.dispatch=gathered",
-        "parallel.zero_partition is set, but parallel.zero=0 does not": "parallel.zero_partition=tensors",
-        "parallel.grad_wire=auto, which is fp32 here, does not read it": "parallel.grad_rounding=stochastic",
+        "parallel.zero, parallel.zero_partition, parallel.grad_rounding are set, but one rank": "parallel.zero=0",
+        "data.hub_split, data.streaming, data.text_key are set, but data.source=text": "data.streaming=true",
+        "model.mtp_loss_weight is set, but model.num_nextn_predict_layers=0": "model.mtp_loss_weight=0.2",
         "faults.max_streak is set, but faults.policy=stop": "faults.max_streak=2",
     }
     args = ["--config", str(base / "run.yaml"), f"run.dir={tmp_path}", "train.device=cpu", "fp8.recipe=bf16"]
-    args += ["optim.schedule=cosine", "parallel.zero=0"]
-    assert train.main([*args, *cases.values(), "--dry-run"]) == 0
+    args += ["optim.schedule=cosine", "parallel.zero=0", "model.num_nextn_predict_layers=0"]
+    more = ["parallel.zero_partition=tensors", "parallel.grad_rounding=stochastic", "data.hub_split=test", "data.text_key=body"]
+    assert train.main([*args, *more, *cases.values(), "--dry-run"]) == 0
     dry = capsys.readouterr().out
     assert dry.count("\nnote  ") == len(cases) and all(part in dry for part in cases)
-    assert train.main([*args, *cases.values(), "train.steps=1", "eval.samples=0", "checkpoint.every=0"]) == 0
+    assert train.main([*args, *more, *cases.values(), "train.steps=1", "eval.samples=0", "checkpoint.every=0"]) == 0
     err = capsys.readouterr().err
     assert err.count("warning: ") == len(cases) and all(part in err for part in cases), err
-    assert train.main([*args, "optim.decay_steps=0", "--dry-run", "--world-size", "2"]) == 0
+    args += ["optim.decay_steps=0", "--dry-run"]
+    assert train.main([*args, "--world-size", "2"]) == 0
     assert "\nnote  " not in capsys.readouterr().out
+    assert train.main([*args, *more[:2], "--world-size", "2"]) == 0
+    dry = capsys.readouterr().out
+    assert "parallel.zero_partition is set, but parallel.zero=0 does not" in dry
+    assert "parallel.grad_rounding is set, but parallel.grad_wire=auto, which is fp32 here, does not read it" in dry
+    alone = ["parallel.simulated_ranks=2", "parallel.zero=2", "parallel.grad_wire=fp8", *more[:2]]  # one process reads the rest
+    assert train.main([*args, *alone]) == 0
+    dry = capsys.readouterr().out
+    assert dry.count("\nnote  ") == 1 and "parallel.zero_partition is set, but one rank does not read it" in dry
+
+
+def test_the_files_here_set_hardly_a_key_that_changes_nothing() -> None:
+    """On one rank too, where those for several have nothing to share."""
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        config = load_config(str(path))
+        assert idle_keys(config, "cuda", config.fewest_ranks) == [], path
+        alone = load_config(str(path), ["parallel.ep=1", "parallel.tp=1", "parallel.dispatch=auto", "parallel.peer_copies=false"])
+        assert len(idle_keys(alone, "cuda", 1)) <= 1, path
 
 
 def test_a_dry_run_under_torchrun_speaks_once_and_for_its_ranks(
