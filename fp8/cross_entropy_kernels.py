@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8.block_forms import UPPER, high_half, low_half, pack_bf16, store_column_form, store_row_form
 from fp8.device_math import LOG2_E, exp2
-from fp8.launch import cdiv, next_power_of_2
+from fp8.launch import cdiv, in_words, next_power_of_2
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
 
@@ -168,7 +168,7 @@ def gradient(
     q_t = _empty_fp8(cols, rows_p, like=logits_CV)
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=logits_CV.device)
     _softmax_gradient[(rows_p // BLOCK, cdiv(cols, BLOCK))](
-        logits_CV.view(torch.int64), lse_C, factor_C, label_C, picked_C, scale, q.view(torch.int32), si, q_t.view(torch.int32),
+        in_words(logits_CV, torch.int64), lse_C, factor_C, label_C, picked_C, scale, q.view(torch.int32), si, q_t.view(torch.int32),
         si_t, rows, cols, rows_p // 4, FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED,
         num_warps=GRADIENT_WARPS,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.device_math import round_bf16
-from fp8.launch import cdiv, next_power_of_2
+from fp8.launch import cdiv, in_words, next_power_of_2
 from fp8.quantize_kernels import INTERPRETED, _row_scales
 from fp8.quantized import Quantized
 
@@ -93,17 +93,16 @@ def _gather_values(x_ptr, index_ptr, out_ptr, count, SIZE: tl.constexpr):
 def scatter_rows(x: Quantized, row_Tk: Tensor, slot_R: Tensor, live_B: Tensor) -> Quantized:
     """Every token of x [T, D], rows of whole words, in its rows of the buffer [R, D]; padding is zero with scale 1."""
     (tokens, k), rows = row_Tk.shape, slot_R.numel()
-    data = x.data.contiguous()
-    words = data.shape[1] * data.element_size() // 4
-    y = torch.empty((rows, data.shape[1]), dtype=data.dtype, device=x.device)
+    words = x.data.shape[1] * x.data.element_size() // 4
+    y = torch.empty((rows, x.data.shape[1]), dtype=x.data.dtype, device=x.device)
     tiled = x.scale_inv is not None and x.tile[0] == 1
     if tiled and tokens > 1 and x.scale_inv.stride() != (1, tokens):
         assert x.scale_inv.shape[1] == 1 and x.scale_inv.stride(0) == 1, f"scales with strides {x.scale_inv.stride()}"
-    si = _row_scales(rows, data.shape[1], y) if tiled else x.scale_inv
+    si = _row_scales(rows, x.data.shape[1], y) if tiled else x.scale_inv
     scales = x.scale_inv.shape[1] if tiled else 0
     programs = rows // 128 + cdiv(tokens, TOKENS)
     _scatter_rows[(programs, cdiv(words, WORDS))](
-        data.view(torch.int32), x.scale_inv if tiled else y.view(torch.int32), row_Tk, slot_R, live_B, y.view(torch.int32),
+        in_words(x.data, torch.int32), x.scale_inv if tiled else y.view(torch.int32), row_Tk, slot_R, live_B, y.view(torch.int32),
         si if tiled else y.view(torch.int32), tokens, rows, words, scales,
         K=k, TOKENS=TOKENS, WORDS=WORDS, SCALES=next_power_of_2(scales) if tiled else 0, num_warps=SCATTER_WARPS,
     )  # fmt: skip

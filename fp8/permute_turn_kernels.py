@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.block_forms import store_column_form
+from fp8.launch import in_words
 from fp8.quantize_device import flatten4, join4, store_transposed
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales, scaled_pairs
 from fp8.quantized import Quantized
@@ -110,7 +111,7 @@ def permute_both(x: Quantized, slot_R: Tensor, k: int, live_B: Tensor) -> tuple[
     si_t = torch.empty((rows // BLOCK, cols), dtype=torch.float32, device=x.device)
     words, warps, group = LAUNCH["both"]
     _permute_both[(cols // (4 * words) * (rows // BLOCK),)](
-        x.data.view(torch.int32), x.scale_inv, slot_R, live_B, y.view(torch.int32), si, y_t.view(torch.int32), si_t,
+        in_words(x.data, torch.int32), x.scale_inv, slot_R, live_B, y.view(torch.int32), si, y_t.view(torch.int32), si_t,
         tokens, rows, cols, rows // 4, K=k, WORDS=words, GROUP=group, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return Quantized(y, si, (1, BLOCK)), Quantized(y_t, si_t.t(), (1, BLOCK))
@@ -123,7 +124,7 @@ def permute_square(x: Quantized, slot_R: Tensor, k: int, live_B: Tensor) -> Quan
     si_t = torch.empty((cols // BLOCK, rows // BLOCK), dtype=torch.float32, device=x.device)
     _, warps, group = LAUNCH["square"]
     _permute_square[(cols // BLOCK * (rows // BLOCK),)](
-        x.data.view(torch.int32), x.scale_inv, slot_R, live_B, y_t.view(torch.int32), si_t, tokens, rows, cols,
+        in_words(x.data, torch.int32), x.scale_inv, slot_R, live_B, y_t.view(torch.int32), si_t, tokens, rows, cols,
         K=k, GROUP=group, HARDWARE=not INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return Quantized(y_t, si_t, (BLOCK, BLOCK))

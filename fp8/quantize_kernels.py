@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8.block_forms import both_halves, pack_bf16, store_column_form, store_row_form, times
-from fp8.launch import cdiv
+from fp8.launch import cdiv, in_words
 from fp8.quantize_device import abs_bits, encode_bytes, load_row, pow2_scale, unpack4
 from fp8.quantized import Quantized
 
@@ -181,7 +181,7 @@ def quantize_transposed(
     si = _row_scales(rows, cols, x_RC) if both else si_t
     words, warps, registers = LAUNCH["both" if both else "transposed"]
     _quantize_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
-        x_RC.view(torch.int64), q.view(torch.int32), si, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
+        in_words(x_RC, torch.int64), q.view(torch.int32), si, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, rows_p // 4, BOTH=both, WORDS=words, LIVE=live_B is not None,
         FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps, maxnreg=registers,
     )  # fmt: skip
@@ -196,7 +196,7 @@ def retile_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quantize
     si_t = torch.empty((rows_p // BLOCK, cols), dtype=torch.float32, device=q_RC.device)
     words, warps, registers = LAUNCH["retile"]
     _retile_transposed[(cdiv(cols, 4 * words), rows_p // BLOCK)](
-        q_RC.data.view(torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
+        in_words(q_RC.data, torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, rows_p // 4, WORDS=words, LIVE=live_B is not None,
         FULL=rows % BLOCK == 0 and cols % BLOCK == 0, HARDWARE=not INTERPRETED, num_warps=warps, maxnreg=registers,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8.column_sum_kernels import sum_columns
 from fp8.device_math import round_bf16
-from fp8.launch import cdiv, next_power_of_2
+from fp8.launch import cdiv, in_words, next_power_of_2
 from fp8.quantize_device import abs_bits, encode_bytes, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
@@ -110,16 +110,15 @@ def rms_norm(h_TD: Tensor, w_D: Tensor, eps: float, plain: bool, quantized: bool
     """(x [T, D] in h's dtype if `plain`, x in E4M3 with 1x128 tiles if `quantized`)."""
     h = h_TD.contiguous()
     rows, dim = h.numel() // h.shape[-1], h.shape[-1]
-    x = torch.empty_like(h) if plain else None
+    x = torch.empty_like(h, memory_format=torch.contiguous_format) if plain else None
     q = Quantized(_empty_fp8(rows, dim, like=h), _row_scales(rows, dim, h), (1, BLOCK)) if quantized else None
     unused = torch.empty(1, dtype=torch.float32, device=h.device)  # of the right type: another would be another kernel
     codes, scales = (q.data.view(torch.uint8), q.scale_inv) if quantized else (unused.view(torch.uint8), unused)
-    in_words = dim % 2 == 0 and w_D.storage_offset() % 2 == 0
-    if in_words and h.dtype == torch.bfloat16 and w_D.dtype == torch.float32 and dim <= MOST_FEATURES:
-        tile = forward_tile(dim)
+    if dim % 2 == 0 and h.dtype == torch.bfloat16 and w_D.dtype == torch.float32 and dim <= MOST_FEATURES:
+        tile, words = forward_tile(dim), in_words(h, torch.int32)
         rms_norm_pairs[(cdiv(rows, tile.rows),)](
-            h.view(torch.int32), w_D.view(torch.int64), (x if plain else h).view(torch.int32), codes.view(torch.int16), scales,
-            rows, dim, 1 / dim, eps, int(plain), int(quantized), ROWS=tile.rows, BLOCKS=tile.blocks, SHARE=tile.share,
+            words, in_words(w_D, torch.int64), x.view(torch.int32) if plain else words, codes.view(torch.int16), scales, rows, dim,
+            1 / dim, eps, int(plain), int(quantized), ROWS=tile.rows, BLOCKS=tile.blocks, SHARE=tile.share,
             LAYOUT=tile.layout, SUMS=tile.sums, FULL=rows % tile.rows == 0 and dim == tile.blocks * BLOCK,
             HARDWARE=not INTERPRETED, num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip

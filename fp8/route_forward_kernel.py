@@ -178,7 +178,7 @@ def route(
     slots = next_power_of_2(k)
     layouts = _layouts(experts, n_group, slots)
     _route[(cdiv(rows, layouts["ROWS"]),)](
-        logits_TE, bias_E, ids, weights, lse, rows, factor, E=experts, G=n_group, TOPK_GROUP=topk_group, K=k, KP=slots,
-        HARDWARE=not INTERPRETED, num_warps=1, **layouts,
+        logits_TE.contiguous(), bias_E.contiguous(), ids, weights, lse, rows, factor, E=experts, G=n_group,
+        TOPK_GROUP=topk_group, K=k, KP=slots, HARDWARE=not INTERPRETED, num_warps=1, **layouts,
     )  # fmt: skip
     return ids, weights, lse

@@ -98,12 +98,12 @@ def route_backward(
     plus_TE: Tensor | None = None, parts: bool = False,
 ) -> Tensor:  # fmt: skip
     """dlogits [T, E] fp32, plus `plus_TE`; with `parts` in BF16 [T, 4E], as `split_bf16` splits it into columns (0, 1, 0, 2)."""
-    (rows, experts), k = logits_TE.shape, ids_Tk.shape[1]
+    (rows, experts), k, logits = logits_TE.shape, ids_Tk.shape[1], logits_TE.contiguous()
     shape, dtype = ((rows, 4 * experts), torch.bfloat16) if parts else ((rows, experts), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=logits_TE.device)
     _route_backward[(cdiv(rows, ROWS),)](
-        logits_TE, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(),
-        logits_TE if plus_TE is None else plus_TE.contiguous(), out, rows, factor, E=experts, K=k, KP=next_power_of_2(k),
+        logits, ids_Tk, lse_T, dweights_Tk.contiguous(), dlse_T.contiguous(),
+        logits if plus_TE is None else plus_TE.contiguous(), out, rows, factor, E=experts, K=k, KP=next_power_of_2(k),
         ROWS=ROWS, PLUS=plus_TE is not None, PARTS=parts, HARDWARE=not INTERPRETED, num_warps=WARPS,
         enable_fp_fusion=False,  # the same bits in every form
     )  # fmt: skip

@@ -48,9 +48,14 @@ def _product(
 
 
 def fits(x_TD: Tensor, num_experts: int) -> bool:
-    """Whether the kernel takes it: Hopper, rows of whole 16 bytes, experts in whole tiles."""
+    """Whether the kernel takes it: Hopper, rows of whole 16 bytes that begin at 16 bytes, experts in whole tiles."""
     on_hopper = x_TD.is_cuda and torch.cuda.get_device_capability(x_TD.device) == (9, 0)
-    return on_hopper and x_TD.is_contiguous() and x_TD.shape[0] > 0 and x_TD.shape[1] % 8 == 0 and num_experts % COLS == 0
+    return on_hopper and x_TD.shape[0] > 0 and num_experts % COLS == 0 and in_tiles(x_TD)
+
+
+def in_tiles(x_TD: Tensor) -> bool:
+    """Whether the copy engine reads BF16 x: addresses in whole 16 bytes, also where a row after a lone one would begin."""
+    return x_TD.is_contiguous() and x_TD.shape[1] % 8 == 0 and x_TD.stride(0) % 8 == 0 and x_TD.data_ptr() % 16 == 0
 
 
 def product(x_TD: Tensor, parts: Tensor, num_experts: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8.block_forms import encode_pairs, pack_bf16, row_scales
 from fp8.device_math import LOG2_E, decode_bytes, reciprocal_of_1_plus_exp2, round_bf16, sigmoid
-from fp8.launch import cdiv
+from fp8.launch import cdiv, in_words
 from fp8.quantize_device import unpack4
 from fp8.quantize_kernels import BLOCK, INTERPRETED, _empty_fp8, _row_scales
 from fp8.quantized import Quantized
@@ -140,7 +140,7 @@ def quantize_swiglu(
     a_q = Quantized(_empty_fp8(rows, width, like=data), _row_scales(rows, width, data), (1, BLOCK))
     grid = (width // BLOCK, cdiv(rows, FORWARD_ROWS))
     _swiglu_quantize[grid](
-        data.view(torch.int32) if stored else data.contiguous().view(torch.int64), h_q.data.view(torch.int32), h_q.scale_inv,
+        in_words(data, torch.int32 if stored else torch.int64), in_words(h_q.data, torch.int32), h_q.scale_inv,
         a_q.scale_inv if w_R is None else w_R, a_q.data.view(torch.int32), a_q.scale_inv,
         a_q.scale_inv if live_B is None else live_B, rows, width, ROWS=FORWARD_ROWS, STORED=stored,
         WEIGHTED=w_R is not None, LIVE=live_B is not None, HARDWARE=not INTERPRETED, num_warps=FORWARD_WARPS,
@@ -159,7 +159,7 @@ def backward(
     si_t = torch.empty((rows_p // BLOCK, 2 * width), dtype=torch.float32, device=da_Rf.device)
     dw = None if w_R is None else torch.empty((width // BLOCK, rows), dtype=torch.float32, device=da_Rf.device)
     swiglu_backward[(width // BLOCK, rows_p // BLOCK)](
-        h_q.data.view(torch.int32), h_q.scale_inv, da_Rf.contiguous().view(torch.int64), si if w_R is None else w_R,
+        in_words(h_q.data, torch.int32), h_q.scale_inv, in_words(da_Rf, torch.int64), si if w_R is None else w_R,
         si if dw is None else dw, dh.view(torch.int32), si, dh_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, width, rows_p // 4, WEIGHTED=w_R is not None, LIVE=live_B is not None, FULL=rows % BLOCK == 0,
         HARDWARE=not INTERPRETED, num_warps=WARPS, maxnreg=REGISTERS,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8.launch import cdiv
+from fp8.launch import cdiv, in_words
 from fp8.quantize_device import byte_column, join4, load_row, shift_word, split4, store_transposed
 from fp8.quantized import Quantized
 
@@ -95,7 +95,7 @@ def requantize_transposed(q_RC: Quantized, live_B: Tensor | None = None) -> Quan
     q_t = torch.empty(cols, nr * BLOCK, dtype=q_RC.data.dtype, device=q_RC.device)
     si_t = torch.empty((nc, nr), dtype=torch.float32, device=q_RC.device)
     _transpose_words[(nc, nr, 1)](
-        q_RC.data.view(torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
+        in_words(q_RC.data, torch.int32), q_RC.scale_inv, q_t.view(torch.int32), si_t, si_t if live_B is None else live_B,
         rows, cols, nr * BLOCK // 4, RESCALE=True, LIVE=live_B is not None, HARDWARE=not INTERPRETED,
         num_warps=4,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def transpose_codes(w: Tensor, out: Tensor | None = None) -> Tensor:
     """[..., R, C] FP8 -> [..., C, R], contiguous (written to `out` where given); R and C multiples of 4."""
     rows, cols = w.shape[-2:]
     out = torch.empty((*w.shape[:-2], cols, rows), dtype=w.dtype, device=w.device) if out is None else out
-    words, words_t = w.view(torch.int32), out.view(torch.int32)
+    words, words_t = in_words(w, torch.int32), out.view(torch.int32)
     grid = (cdiv(cols, BLOCK), cdiv(rows, BLOCK), w.numel() // (rows * cols))
     _transpose_words[grid](
         words, words, words_t, words_t, words, rows, cols, rows // 4,

@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import run_gpu_tests_interpreted
 
-FILES = ("swiglu", "permute", "gradient", "rms_norm", "cross_entropy", "embedding", "qk_norm_rope", "route")
+FILES = ("swiglu", "permute", "gradient", "rms_norm", "cross_entropy", "embedding", "qk_norm_rope", "route", "placement")
 
 
 def test_kernels_in_the_interpreter() -> None:
