@@ -147,10 +147,15 @@ class Bytes:
 
 def expert_rows(c: ModelConfig, layout: Layout, tokens: int) -> int:
     """Rows of a rank's padded expert buffer: the worst case where nobody counts, else the expected one times the balance."""
-    slots = tokens * c.num_experts_per_tok
     if layout.ep == 1 or layout.gathers:
-        return padded_rows(slots * layout.ep, c.num_experts // layout.ep)
-    return int(slots * layout.balance) + c.num_experts // layout.ep * (BLOCK // 2)
+        return padded_rows(tokens * c.num_experts_per_tok * layout.ep, c.num_experts // layout.ep)
+    return live_rows(c, layout, tokens)
+
+
+def live_rows(c: ModelConfig, layout: Layout, tokens: int) -> int:
+    """Rows that the busiest rank's experts get, expected: its share times the balance, half a tile more for each expert."""
+    slots = tokens * c.num_experts_per_tok * (layout.balance if layout.ep > 1 else 1)
+    return int(slots) + c.num_experts // layout.ep * (BLOCK // 2)
 
 
 def kept_by_layer(

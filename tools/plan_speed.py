@@ -15,7 +15,7 @@ import torch
 from fp8.recipe import Recipe
 from model.config import ModelConfig
 from parallel.sharded_optimizer import wire_for
-from tools.plan_memory import Bytes, Layout, expert_rows
+from tools.plan_memory import Bytes, Layout, live_rows
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,28 @@ GPUS = {
     "h800": Gpu("H800", 79 << 30, 1200, 750, 950, 600, (500, 390), 2.95, 120, 40, False),
     "b200": Gpu("B200", 178 << 30, 2600, 1600, 2000, 1300, (1000, 780), 6.9, 500, 40, False),
 }
+# Fitted constants, each to steps of docs/performance.md measured on one and two H200s; tests/tools/test_plan_speed.py holds their
+# forecasts against all of them, and docs/usage.md has the differences.
+ELEMENTWISE = 1.15  # times a copy's seconds for as many bytes; `bench fused` has most kernels at 60% to 97% of the copy rate
+GAP_SECONDS = 0.3e-3  # a layer's short kernels, forward and backward, as a CUDA graph
+GATHERED_BYTES = 40  # an element of a rank's tokens in a MoE layer: packing, the other rank's tokens, sums that leave and return
+BUCKET_TRAFFIC = 6  # bytes an element that is put into its wire's format and taken out again
 EXPOSED = 0.6  # share of dispatch and combine that the shared expert does not hide
 PEER_EXPOSED = 0.3  # with parallel.peer_copies: configs/small.yaml at ep=2, 4.7 ms of wire a step, takes 1.4 ms less (bench step)
-HIDES = 0.5  # share of the last micro-batch's backward that hides gradient reduction
-# Forward and backward on one H200 over the sum of their parts here (micro-batches of 4 x 4096): all of Ling-mini at stage 2 1.00,
-# with MTP 1.08 (train.py with configs/ling_mini_1gpu.yaml), six of its layers 1.18 (bench step), 1.00 as a CUDA graph.
-STEP_OVER_PARTS = 1.1
-OPTIMIZER_OVER_TRAFFIC = 1.2  # lean states of all of Ling-mini: 64 ms, FP32 ones of six layers: 41 ms and 6 ms for the norm
-# Host time of a layer's launches in forward and backward, in sight where kernels are shorter: configs/small.yaml takes 156 ms a
-# micro-batch (13 layers), 74 ms as a CUDA graph.
+HIDES = 0.5  # share of the last micro-batch's backward that hides gradient reduction; none where it was replayed as a CUDA graph
+# Launched one by one, over the same kernels as a CUDA graph. One rank: all of Ling-mini at stage 2 1.1, six of its layers 1.16.
+# Several, whose hosts wait for each other: all of Ling-mini at ep=2 1.3, six of its layers 1.3 to 1.4.
+LAUNCHED, LAUNCHED_RANKS = 1.12, 1.25
+OPTIMIZER_OVER_TRAFFIC = 1.2  # lean states of all of Ling-mini: 64 ms, FP32 ones of six layers: 40 ms and 5 ms for the norm
+# Host time of a layer's launches in forward and backward, in sight where kernels are shorter: configs/small.yaml took 156 ms a
+# micro-batch (13 layers), 62 ms as a CUDA graph.
 HOST_SECONDS = 12e-3
 ASSUMPTIONS = (
     "experts get equal shares of tokens (the busiest rank 10% more); no packing loss; no pipeline parallelism in octet",
     f"dispatch and combine: {EXPOSED:.0%} in sight, {PEER_EXPOSED:.0%} with parallel.peer_copies; gradients hide behind {HIDES:.0%}"
-    " of a backward",
-    f"compute takes {STEP_OVER_PARTS} x the sum of its kernels, and {HOST_SECONDS * 1e3:.0f} ms a layer and micro-batch at least"
-    " unless train.cuda_graphs (calibrated on one H200)",
+    " of a backward, behind nothing after a CUDA graph's",
+    f"launched one by one (train.cuda_graphs=false) the same kernels take {LAUNCHED} times as long, on several GPUs"
+    f" {LAUNCHED_RANKS}, and {HOST_SECONDS * 1e3:.0f} ms a layer and micro-batch at least; fitted to one and two H200s",
     "ep or dp groups within 8 consecutive ranks use NVLink; what goes further goes at the network's 40 GB/s a GPU (400 Gb/s NICs)",
 )
 
@@ -168,6 +174,40 @@ def sent_bytes(
     return found
 
 
+def forward_and_backward(
+    c: ModelConfig, recipe: Recipe, layout: Layout, seq_len: int, gpu: Gpu, expert_parameters: int
+) -> tuple[float, float, float, float]:
+    """Seconds of a micro-batch's kernels on one rank: linears and head, routed experts, attention, passes over memory.
+
+    Rows of experts are those that exist, padded to tiles, not the buffer that would hold any routing: kernels skip the rest.
+    """
+    b = Bytes(recipe, torch.bfloat16)
+    whole = layout.micro_batch * seq_len
+    t, D, f = whole // layout.tp, c.hidden_size, c.moe_intermediate_size
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    moe = layers - c.first_k_dense_replace
+    linears, heads, expert = _matrix_parameters(c, layout.tp)
+    rows = live_rows(c, layout, t)
+    dense_rate, expert_rate = (gpu.fp8, gpu.experts_fp8) if b.fp8 else (gpu.bf16, gpu.experts_bf16)
+    traffic = gpu.hbm * 1e12
+
+    gemms = 6 * whole * (linears + heads) / (dense_rate * 1e12)
+    product = 2 * rows * expert * moe / (expert_rate * 1e12)
+    stream = expert_parameters * b.activation / traffic
+    if b.fp8:  # wgrad reads and writes FP32 gradients; weights are transposed
+        experts = 2 * max(product, stream) + max(product, expert_parameters * 8 / traffic) + 3 * stream
+    else:  # gradients come out in BF16 and are brought into FP32
+        experts = 3 * max(product, stream) + expert_parameters * 6 / traffic
+    core = 2 * whole * seq_len * c.num_attention_heads / layout.tp * c.head_dim * layers / 1e12
+    attention = core / gpu.attention[0] + 2.5 * core / gpu.attention[1]
+
+    token_bytes = layers * D * (16 + 12 * b.activation) + moe * (c.num_experts * 24 + GATHERED_BYTES * D * layout.gathers)
+    slot_bytes = D * (4 + 5 * b.activation) + f * (16 + 8 * b.activation)
+    logit_bytes = 6 * whole * (1 + c.num_nextn_predict_layers) * c.vocab_size / layout.tp  # statistics, then their gradient
+    element = (t * token_bytes + rows * moe * slot_bytes + logit_bytes) * ELEMENTWISE / traffic
+    return gemms, experts, attention, element
+
+
 def speed(
     c: ModelConfig,
     recipe: Recipe,
@@ -181,29 +221,13 @@ def speed(
     cuda_graphs: bool = False,
 ) -> Speed:
     """Time of one step; `state_bytes` is what optimizer states take on this rank."""
-    b = Bytes(recipe, torch.bfloat16)
+    wires = wires or Wires()
     micro_batches = max(global_batch // (layout.micro_batch * layout.dp), 1)
-    whole = layout.micro_batch * seq_len
-    t, D, f = whole // layout.tp, c.hidden_size, c.moe_intermediate_size
-    layers = c.num_hidden_layers + c.num_nextn_predict_layers
-    moe = layers - c.first_k_dense_replace
-    linears, heads, expert = _matrix_parameters(c, layout.tp)
-    rows = expert_rows(c, layout, t)
-    dense_rate, expert_rate = (gpu.fp8, gpu.experts_fp8) if b.fp8 else (gpu.bf16, gpu.experts_bf16)
-    traffic = gpu.hbm * 1e12
-
-    gemms = 6 * whole * (linears + heads) / (dense_rate * 1e12)
-    product = 2 * rows * expert * moe / (expert_rate * 1e12)
-    stream = local["experts"] * b.activation / traffic
-    wgrad = max(product, local["experts"] * 8 / traffic)  # reads and writes FP32 gradients
-    experts = 2 * max(product, stream) + wgrad + (3 * stream if b.fp8 else 0)  # and the transposed weights
-    turned_once = (micro_batches - 1) * 3 * stream * (b.fp8 and layout.keep_transposed)
-    core = 2 * whole * seq_len * c.num_attention_heads / layout.tp * c.head_dim * layers / 1e12
-    attention = core / gpu.attention[0] + 2.5 * core / gpu.attention[1]
-
-    token_bytes = layers * D * (16 + 12 * b.activation) + moe * c.num_experts * 24
-    slot_bytes = D * (4 + 5 * b.activation) + f * (16 + 8 * b.activation)
-    element = (t * token_bytes + rows * moe * slot_bytes) * 2.5 / traffic
+    gemms, experts, attention, element = forward_and_backward(c, recipe, layout, seq_len, gpu, local["experts"])
+    layers, traffic = c.num_hidden_layers + c.num_nextn_predict_layers, gpu.hbm * 1e12
+    turned_once = 0.0
+    if recipe.is_fp8 and layout.keep_transposed:
+        turned_once = (micro_batches - 1) * 3 * local["experts"] * Bytes(recipe, torch.bfloat16).activation / traffic
     again = {0: 0.0, 1: 0.05, 2: 0.1, 3: 0.25, 4: 1.0}[layout.stage] * (gemms + experts + attention + element) / 3.2
 
     sent = sent_bytes(c, recipe, layout, seq_len, micro_batches, local, wires=wires)
@@ -213,19 +237,23 @@ def speed(
     reduce = sum(link_seconds(sent[f"gradients {kind}"], *axis, gpu) for kind, axis in axes.items())
     gather = sum(link_seconds(sent.get(f"weights {kind}", 0.0), *axis, gpu) for kind, axis in axes.items())
     backward = (gemms + experts + attention) * 2 / 3
-    reduce = max(reduce - HIDES * backward * (micro_batches if layout.zero == 2 else 1), 0.0)
-    if wires is not None and wires.overlap_gather:
+    rounds = micro_batches if layout.zero == 2 else 1
+    reduce = max(reduce - (0 if cuda_graphs else HIDES * backward * rounds), 0.0)
+    travelling = sum(local[kind] for kind, axis in axes.items() if axis[0] > 1)
+    reduce += rounds * travelling * BUCKET_TRAFFIC / traffic
+    if wires.overlap_gather and not cuda_graphs:  # a graph waits for all of them before it starts
         gather = max(gather - backward / 2, 0.0)
     owned = sum(local[kind] / (axis[0] if layout.zero else 1) for kind, axis in axes.items())
     optimizer = (owned * 6 + 2 * state_bytes) / traffic
 
     parts = {
         "linears and head": micro_batches * gemms, "experts": micro_batches * experts - turned_once,
-        "attention": micro_batches * attention, "elementwise": micro_batches * element, "recompute": micro_batches * again,
+        "attention": micro_batches * attention, "elementwise": micro_batches * (element + layers * GAP_SECONDS),
+        "recompute": micro_batches * again,
     }  # fmt: skip
-    parts = {name: seconds * STEP_OVER_PARTS for name, seconds in parts.items()}
-    host = 0.0 if cuda_graphs else micro_batches * layers * HOST_SECONDS
-    parts["launches"] = max(host - sum(parts.values()), 0.0)
+    kernels = sum(parts.values())
+    slower = (LAUNCHED if layout.world == 1 else LAUNCHED_RANKS) * kernels
+    parts["launches"] = 0.0 if cuda_graphs else max(slower, micro_batches * layers * HOST_SECONDS) - kernels
     parts |= {"communication": exposed, "gradient reduction": reduce, "weight gather": gather}
     parts["optimizer"] = optimizer * OPTIMIZER_OVER_TRAFFIC
     floor = micro_batches * (gemms + experts + attention) - turned_once + optimizer
