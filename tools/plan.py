@@ -8,134 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fp8.optimizer import PRESETS, States
 from fp8.recipe import FORMATS, Recipe
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
-from parallel.mesh import check_layout, close_mesh
-from parallel.sharded_optimizer import wire_for
+from parallel.mesh import close_mesh
 from tools.arguments import at_least, make_parser
-from tools.plan_memory import OVERHEAD_BYTES, Layout, Memory, local_parameters, memory
-from tools.plan_offload import bytes_at_a_time, visit_seconds, visitors
-from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu, Speed, Wires, speed
+from tools.plan_layouts import MARGIN, STAGES, Plan, configured, make_plan, planned_memory, remedies, search, states_of
+from tools.plan_memory import OVERHEAD_BYTES, Layout, memory
+from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu
 from training.config import Config, load_config
 from training.errors import UserError, exit_status
-from training.states import gradient_format, optimizer_states
+from training.states import gradient_format
 
 GB = 1e9
-MARGIN = 0.03  # of the forecast peak
-MAX_EP, MAX_TP, STAGES = 256, 8, range(5)
 STATES = ("whole on every replica", "sharded over replicas (parallel.zero=1)", "sharded, gradients too (parallel.zero=2)")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One layout, what it needs and what it gives."""
-
-    layout: Layout
-    states: States
-    memory: Memory
-    speed: Speed
-
-    @property
-    def total(self) -> int:
-        return self.memory.peak + OVERHEAD_BYTES
-
-    def fits(self, gpu: Gpu) -> bool:
-        """With room for what the forecast misses (docs/usage.md has the errors that were measured)."""
-        return self.total + MARGIN * self.memory.peak <= gpu.memory
-
-
-def states_of(config: Config) -> States:
-    """Formats of the optimizer states that the config asks for."""
-    return optimizer_states(config.optim, config.fp8.level)
-
-
-def planned_memory(config: Config, layout: Layout, states: States, recipe: Recipe | None = None) -> Memory:
-    """What a rank needs under the formats of a config, offloaded states on the host."""
-    recipe, c = recipe or config.fp8.build(), config.model
-    gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
-    held = memory(c, recipe, states, layout, config.data.seq_len, gradients=gradients)
-    if config.optim.offload:
-        sizes = visitors(c, recipe, states, layout)
-        held.host, held.working["optimizer"] = sum(sizes), bytes_at_a_time(sizes)
-        held.static["states"] -= held.host
-    return held
-
-
-def make_plan(config: Config, layout: Layout, gpu: Gpu, states: States, recipe: Recipe | None = None) -> Plan:
-    """Memory and time of one layout."""
-    recipe, parallel = recipe or config.fp8.build(), config.parallel
-    held = planned_memory(config, layout, states, recipe)
-    local = local_parameters(config.model, recipe, states, layout)
-    batch = round_batch(config, layout.micro_batch * layout.dp) or config.train.global_batch
-    gradients = wire_for(parallel.grad_wire, recipe.is_fp8)
-    wires = Wires(parallel.tp_wire, parallel.combine_wire, gradients, parallel.overlap_gather)
-    moved = held.host + held.static["states"]
-    needed = speed(config.model, recipe, layout, config.data.seq_len, batch, gpu, local, moved, wires, config.train.cuda_graphs)
-    if held.host:
-        visits = visit_seconds(visitors(config.model, recipe, states, layout))
-        needed.parts["offload"] = max(visits - needed.parts["optimizer"], 0.0)
-    return Plan(layout, states, held, needed)
-
-
-def configured(config: Config, gpus: int) -> Layout | None:
-    """The layout of the config itself on `gpus` ranks; None where it cannot run on them, or its layers differ in their stage."""
-    parallel, stage = config.parallel, config.fp8.activations
-    if not isinstance(stage, int) or config.problems(gpus):
-        return None
-    zero = parallel.zero if gpus // parallel.tp > 1 else 0
-    return Layout(gpus, parallel.tp, parallel.ep, stage, config.train.micro_batch, zero, **_options(config))
-
-
-def _options(config: Config) -> dict[str, bool]:
-    """What the search takes from the config as it stands."""
-    return {"keep_transposed": config.fp8.keep_transposed, "peer_copies": config.parallel.peer_copies}
-
-
-def _powers(limit: int) -> list[int]:
-    return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
-
-
-def round_batch(config: Config, unit: int) -> int | None:
-    """The global batch as a multiple of `unit` sequences; None where that would change it by more than 5%."""
-    rounded = max(round(config.train.global_batch / unit), 1) * unit
-    return rounded if abs(rounded / config.train.global_batch - 1) <= 0.05 else None
-
-
-def layouts(config: Config, gpus: int) -> list[Layout]:
-    """Every layout of `gpus` ranks that the model's sizes allow, keeping all activations."""
-    model, found = config.model, []
-    is_fp8 = config.fp8.build().is_fp8
-    for tp in _powers(min(MAX_TP, gpus)):
-        if is_fp8 and model.fp8_problems(tp):
-            continue
-        for ep in _powers(min(MAX_EP, gpus, model.num_experts)):
-            for batch in _powers(64):
-                tokens = batch * config.data.seq_len
-                sizes = dict(num_experts=model.num_experts, num_heads=model.num_attention_heads, tokens=tokens)
-                if check_layout(gpus, tp, ep, num_kv_heads=model.num_key_value_heads, **sizes):
-                    continue
-                if round_batch(config, batch * (gpus // tp)) is None:
-                    continue
-                for zero in (0, 1, 2) if gpus // tp > 1 else (0,):
-                    found.append(Layout(gpus, tp, ep, 0, batch, zero, **_options(config)))
-    return found
-
-
-def search(config: Config, gpus: int, gpu: Gpu, states: States) -> list[Plan]:
-    """Every layout with the least recomputation that fits, the fastest first; then those that do not fit, the nearest first."""
-    plans = []
-    for layout in layouts(config, gpus):
-        for stage in STAGES:
-            plans.append(make_plan(config, replace(layout, stage=stage), gpu, states))
-            if plans[-1].fits(gpu):
-                break
-    return sorted(plans, key=lambda p: (not p.fits(gpu), p.speed.expected if p.fits(gpu) else p.total))
-
-
-# ---------------------------------------------------------------- text
 
 
 def _gb(parts: dict[str, int]) -> str:
@@ -157,6 +45,13 @@ def describe_model(config: Config, states: States) -> list[str]:
         "bytes/param    " + " + ".join(f"{v:.2f} {k}" for k, v in each.items()) + f" = {sum(each.values()):.2f}; "
         f"{stored * sum(each.values()) / GB:,.0f} GB over one set of ranks",
     ]
+
+
+def _on_host(plan: Plan, gpu: Gpu) -> str:
+    """All GPUs of a node share its memory."""
+    near = min(plan.layout.world, gpu.node)
+    each = f"{plan.memory.host / GB:,.1f} a GPU"
+    return each if near == 1 else f"{each}, {near * plan.memory.host / GB:,.1f} on a host of {near}"
 
 
 def _kept_by_stage(config: Config, plan: Plan) -> str:
@@ -186,7 +81,7 @@ def describe_plan(plan: Plan, gpu: Gpu, config: Config) -> list[str]:
         f"               kept activations (stage {layout.stage}): {_gb(m.kept)}",
         f"               kept under stage 0 to 4: {_kept_by_stage(config, plan)}",
         f"               working, the largest counts: {_gb(m.working)}",
-        *([f"               optimizer states in host memory: {m.host / GB:,.1f}"] if m.host else []),
+        *([f"               optimizer states in host memory: {_on_host(plan, gpu)}"] if m.host else []),
         f"               peak {m.peak / GB:,.1f} + {OVERHEAD_BYTES / GB:.1f} context and fragments + {MARGIN:.0%} spare, "
         f"of {gpu.memory / GB:,.1f}: " + ("fits" if plan.fits(gpu) else "DOES NOT FIT"),
         f"sent, GB/step  {_gb(s.sent) or 'nothing'}",
@@ -214,6 +109,23 @@ def table(plans: list[Plan], gpu: Gpu, count: int) -> list[str]:
     return lines[: count + 1]
 
 
+def _in_short(plan: Plan, gpu: Gpu) -> str:
+    host = f", in host memory {_on_host(plan, gpu)}" if plan.memory.host else ""
+    return f"{plan.speed.tokens / plan.speed.expected:,.0f} tokens/s, {plan.total / GB:,.1f} GB a GPU{host}"
+
+
+def _beside_bf16(config: Config, best: Plan, gpu: Gpu) -> list[str]:
+    """The same layout under BF16 and FP32 AdamW, gradients in FP32; what else the config says, offload too, holds for both."""
+    plain = replace(config, optim=replace(config.optim, grad_dtype="fp32"))
+    bf16 = make_plan(plain, best.layout, gpu, PRESETS["fp32"], Recipe.bf16())
+    host = f", and {bf16.memory.host / GB:,.1f} instead of {best.memory.host / GB:,.1f} in host memory (offloaded too)"
+    return [
+        f"-- BF16 with FP32 AdamW in the same layout: {bf16.total / GB:,.1f} GB a rank instead of {best.total / GB:,.1f} "
+        f"({'fits' if bf16.fits(gpu) else 'does not fit'}){host if best.memory.host else ''}, expected step "
+        f"{bf16.speed.expected:.3f} s instead of {best.speed.expected:.3f}",
+    ]
+
+
 NO_LAYOUT = "no layout: "
 
 
@@ -231,29 +143,23 @@ def report(config: Config, gpus: int, gpu: Gpu) -> str:
     if not plans:
         why = f"train.global_batch={config.train.global_batch} or the model's sizes do not divide over {gpus} GPUs"
         return "\n".join([*lines, f"{NO_LAYOUT}{why}"])
-    best, lean = plans[0], PRESETS["lean"]
+    best, used = plans[0], config
     if not best.fits(gpu):
         limit = f"of {gpu.memory / GB:,.1f} GB"
-        lines.append(f"nothing fits with these optimizer states; the nearest needs {best.total / GB:,.1f} {limit}:")
+        lines.append(f"nothing fits as configured; the nearest needs {best.total / GB:,.1f} {limit}:")
         lines += describe_plan(best, gpu, config)
-        low_bit = search(config, gpus, gpu, lean) if states != lean else plans
-        said = "with low-bit optimizer states (fp16 master, FP8 moments)"
-        if low_bit[0].fits(gpu):
-            plans, best = low_bit, low_bit[0]
-            lines += ["", f"-- {said} it fits:", *describe_plan(best, gpu, config)]
-        elif states != lean:
-            lines.append(f"{said} the nearest needs {low_bit[0].total / GB:,.1f} GB")
+        tried = remedies(config, gpus, gpu)
+        if tried and tried[0].plans[0].fits(gpu):
+            used, plans, best = tried[0].config, tried[0].plans, tried[0].plans[0]
+            lines += ["", f"-- with {tried[0].keys} it fits:", *describe_plan(best, gpu, used)]
+            lines += [f"   with {other.keys} too: {_in_short(other.plans[0], gpu)}" for other in tried[1:]]
+        elif tried:
+            lines.append(f"with {tried[0].keys} the nearest needs {tried[0].plans[0].total / GB:,.1f} GB")
     else:
         lines += describe_plan(best, gpu, config)
     if best.fits(gpu):
         lines += ["", "-- layouts that fit, best first", *table(plans, gpu, 12)]
-    bf16 = make_plan(config, best.layout, gpu, PRESETS["fp32"], Recipe.bf16())
-    lines += [
-        "",
-        f"-- BF16 with FP32 AdamW in the same layout: {bf16.total / GB:,.1f} GB a rank instead of {best.total / GB:,.1f} "
-        f"({'fits' if bf16.fits(gpu) else 'does not fit'}), expected step {bf16.speed.expected:.3f} s instead of "
-        f"{best.speed.expected:.3f}",
-    ]
+    lines += ["", *_beside_bf16(used, best, gpu)]
     lines += ["", "-- assumptions", *(f"   {a}" for a in ASSUMPTIONS)]
     if not gpu.measured:
         lines.append(f"   compute rates of {gpu.name} are scaled from those measured on H200, not measured")

@@ -19,7 +19,7 @@ from model.loss import count_valid
 from model.transformer import Transformer, initial_values
 from parallel.mesh import build_mesh
 from parallel.sharded_optimizer import make_optimizer, make_reducer
-from tools.plan import configured, planned_memory, states_of
+from tools.plan_layouts import configured, planned_memory, states_of
 from tools.plan_memory import Memory
 from training.config import Config
 from training.errors import UserError

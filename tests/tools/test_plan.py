@@ -24,7 +24,7 @@ from tests.helpers import ROOT, run_ranks
 from tests.model.tiny import CONFIG, batch, build, optimizer_of
 from tools import plan
 from tools.memory_account import LiveBytes
-from tools.plan import configured, layouts, make_plan, round_batch, search
+from tools.plan_layouts import Plan, configured, layouts, make_plan, round_batch, search, states_of
 from tools.plan_memory import Layout, kept, local_parameters, memory, static
 from tools.plan_speed import GPUS, Wires, ranks_visited, sent_bytes
 from training.config import Config, load_config
@@ -134,7 +134,7 @@ def big() -> Config:
 def test_ling_1t_on_paper(gpus: int, gpu: str, overrides: tuple[str, ...], fits: bool) -> None:
     """docs/usage.md has the table; states a rank shrink with the cluster, and what fits is never faster than the floor."""
     config = load_config("configs/ling_1t.yaml", overrides)
-    best = search(config, gpus, GPUS[gpu], plan.states_of(config))[0]
+    best = search(config, gpus, GPUS[gpu], states_of(config))[0]
     assert best.fits(GPUS[gpu]) is fits
     assert best.speed.expected > best.speed.floor > 0 and best.layout.world == gpus
 
@@ -147,7 +147,7 @@ def test_the_table_of_ling_1t_is_what_the_planner_finds() -> None:
     for gpus, states, *layout, memory_gb, rate in rows:
         overrides = {"fp32": (), "lean": ("optim.states=lean", "optim.grad_dtype=bf16")}[states]
         config = load_config("configs/ling_1t.yaml", overrides)
-        best = search(config, int(gpus), GPUS["h200"], plan.states_of(config))[0]
+        best = search(config, int(gpus), GPUS["h200"], states_of(config))[0]
         assert best.total / 1e9 == pytest.approx(float(memory_gb.partition(",")[0]), rel=0.02), gpus
         assert best.fits(GPUS["h200"]) is ("does not fit" not in memory_gb)
         if rate:
@@ -163,7 +163,7 @@ def test_the_published_configs_fit_where_they_say() -> None:
         ("ling_mini_1gpu", 1, "h200", ()), ("ling_mini_2gpu", 2, "h200", ()), ("small", 1, "h100", ()),
     ):  # fmt: skip
         config = load_config(f"configs/{name}.yaml", overrides)
-        made = make_plan(config, configured(config, gpus), GPUS[gpu], plan.states_of(config))
+        made = make_plan(config, configured(config, gpus), GPUS[gpu], states_of(config))
         assert made.fits(GPUS[gpu]), f"{name}: {made.total / 1e9:.1f} GB"
 
 
@@ -171,7 +171,7 @@ def test_plans_that_fit_come_first_and_fastest_first(big: Config) -> None:
     found = search(big, 2048, GPUS["b200"], FP32)
     fits = [p.fits(GPUS["b200"]) for p in found]
     assert fits == sorted(fits, reverse=True)
-    times = [p.speed.expected for p, fit in zip(found, fits, strict=True) if fit]
+    times = [p.token_seconds for p, fit in zip(found, fits, strict=True) if fit]
     assert times == sorted(times)
     assert all(p.speed.floor <= p.speed.expected for p in found)
 
@@ -192,9 +192,9 @@ def test_offloaded_states_leave_the_gpu_and_cost_the_link() -> None:
 
 
 def test_kept_transposes_cost_a_byte_a_parameter_and_save_a_turn_a_micro_batch() -> None:
-    def planned(*over: str) -> list[plan.Plan]:
+    def planned(*over: str) -> list[Plan]:
         configs = [load_config(f"{ROOT}/configs/small.yaml", [*over, f"fp8.keep_transposed={v}"]) for v in ("false", "true")]
-        return [make_plan(c, configured(c, 1), GPUS["h200"], plan.states_of(c)) for c in configs]
+        return [make_plan(c, configured(c, 1), GPUS["h200"], states_of(c)) for c in configs]
 
     one, kept = planned()
     with torch.device("meta"):

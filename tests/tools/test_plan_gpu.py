@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT
-from tools import plan
-from tools.plan import configured, planned_memory
+from tools.plan_layouts import configured, planned_memory, states_of
 from training.config import load_config
 
 # GPU memory that the forecast is for, from 3 to 90 GB; the last is Ling-mini's widths with every low-bit state.
@@ -34,7 +33,7 @@ def test_forecast_matches_the_allocator_within_7_percent(case: str) -> None:
 
     path, overrides = ON_A_GPU[case]
     config = load_config(path, overrides)
-    needed = planned_memory(config, configured(config, 1), plan.states_of(config)).peak
+    needed = planned_memory(config, configured(config, 1), states_of(config)).peak
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 1.1 * needed:
         pytest.skip("this GPU, or what other processes leave of it, is too small")

@@ -19,9 +19,8 @@ from parallel.mesh import Mesh
 from parallel.payload import pack
 from parallel.send_plan import slot_bytes
 from tests.helpers import ROOT
-from tools import plan
 from tools.bench_optimizer import SHAPES
-from tools.plan import configured, make_plan
+from tools.plan_layouts import Plan, configured, make_plan, states_of
 from tools.plan_memory import Layout, memory
 from tools.plan_offload import AT_A_TIME, bytes_at_a_time, visit_seconds, visitors
 from tools.plan_speed import GPUS
@@ -30,9 +29,9 @@ from training.config import Config, load_config
 CUT = ("model.num_hidden_layers=4", "train.steps=8", "train.global_batch=4", "optim.warmup_steps=4")
 
 
-def planned(path: str, *overrides: str, gpus: int = 1) -> plan.Plan:
+def planned(path: str, *overrides: str, gpus: int = 1) -> Plan:
     config = load_config(f"{ROOT}/configs/{path}.yaml", overrides)
-    return make_plan(config, configured(config, gpus), GPUS["h200"], plan.states_of(config))
+    return make_plan(config, configured(config, gpus), GPUS["h200"], states_of(config))
 
 
 def test_both_directions_travel_at_once() -> None:
