@@ -11,8 +11,34 @@ from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, marks, randn
 
 pytestmark = marks
-SIZES = [(37, 32, 8, 4, 4), (5, 16, 1, 1, 3)] + ([] if INTERPRETED else [(4096, 256, 8, 4, 8), (1001, 64, 8, 2, 6)])
+SIZES = [(37, 32, 8, 4, 4), (5, 16, 1, 1, 3), (1, 32, 8, 4, 4), (3, 16, 4, 4, 16)]
+SIZES += [] if INTERPRETED else [(4096, 256, 8, 4, 8), (1001, 64, 8, 2, 6)]
 FACTOR = 2.5
+# How far (score + bias) below 2 of kernel and reference lie apart, in 2^-24, for |logit| <= 6. Kernel: 1.2 from e^-x (its argument
+# rounded twice, ex2.approx within 2^-22; times s (1 - s)), 1 from 1 + e^-x, 2 from rcp.approx (2^-23), 1 from the bias. Reference:
+# 1 from e^-x (2 ulp), 1, 1 from the division, 1. So the i-th best of one lies within twice that of the i-th best of the other; sums
+# of two, which are below 4 and rounded once more, within twice that again.
+APART = 9.2 * 2.0**-24
+SCORES_APART, GROUPS_APART = 2 * APART, 2 * (2 * APART + 2 * 2.0**-23)
+
+
+def chosen_within_rounding(ids: torch.Tensor, biased_TE: torch.Tensor, groups: int, topk_group: int) -> torch.Tensor:
+    """[T]: whether ids [T, k], best first, are a choice by the reference's fp32 (score + bias), but for near ties.
+
+    The groups chosen from, and the best of those that nothing was chosen from, must be the best groups; in them, the i-th chosen
+    must have the i-th best score.
+    """
+    biased = biased_TE.double()
+    grouped = biased.unflatten(1, (groups, -1))
+    score = grouped.topk(2, dim=2).values.sum(2)
+    taken = torch.zeros_like(score, dtype=torch.bool).scatter_(1, ids // grouped.shape[2], True)
+    kept = torch.zeros_like(taken).scatter_(1, (score + 1e3 * taken).topk(topk_group, dim=1).indices, True)
+    infinity = float("inf")
+    missed = score.masked_fill(kept, -infinity).amax(1) - score.masked_fill(~kept, infinity).amin(1)
+    best = grouped.masked_fill(~kept[:, :, None], -infinity).flatten(1).topk(ids.shape[1], dim=1).values
+    right = (biased.gather(1, ids) - best).abs().amax(1) <= SCORES_APART
+    distinct = ids.sort(dim=1).values.diff(dim=1).ne(0).all(1)
+    return right & distinct & (missed <= GROUPS_APART) & (taken.sum(1) <= topk_group)
 
 
 @pytest.mark.parametrize("tokens, experts, groups, topk_group, k", SIZES)
@@ -24,7 +50,8 @@ def test_choice_weights_counts_and_gradient(tokens: int, experts: int, groups: i
     index_kernels.count(ids, experts, counts)
     want_ids, want_weights, want_lse = route_ref(logits, bias, groups, topk_group, k, FACTOR)
     same = (ids == want_ids).all(1)
-    assert same.float().mean() > 0.998  # scores may differ in their last bit, so near ties may fall the other way
+    assert chosen_within_rounding(ids, logits.detach().sigmoid() + bias, groups, topk_group).all()
+    assert same.float().mean() > 0.998  # near ties are few
     torch.testing.assert_close(weights[same], want_weights[same].detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse.detach(), rtol=1e-6, atol=1e-5)
     assert torch.equal(counts - 7, torch.bincount(ids.flatten(), minlength=experts))
@@ -50,6 +77,33 @@ def choice(biased_TE: torch.Tensor, groups: int, topk_group: int, k: int) -> tor
     keep = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
     masked = grouped.masked_fill(~keep[:, :, None], float("-inf")).flatten(1)
     return masked.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+
+def test_near_ties_pass_and_no_other_choice_does() -> None:
+    """Logits an ulp off, as another way to compute them has it, choose others among ties: of experts, and of whole groups."""
+    groups, topk_group, k = 8, 4, 6
+    logits, bias = torch.randn(500, 32, device=DEVICE), torch.zeros(32, device=DEVICE)
+    logits[:, 4:8] = logits[:, :4]  # the first two groups are equal
+    logits[:, 9] = logits[:, 8]
+    ways = torch.where(torch.rand_like(logits) < 0.5, -1.0, 1.0) * float("inf")
+    biased = logits.sigmoid() + bias
+    want, other = choice(biased, groups, topk_group, k), choice(logits.nextafter(ways).sigmoid() + bias, groups, topk_group, k)
+    assert (want != other).any(1).sum() > 50
+    assert chosen_within_rounding(want, biased, groups, topk_group).all()
+    assert chosen_within_rounding(other, biased, groups, topk_group).all()
+    assert not chosen_within_rounding(want.flip(1), biased, groups, topk_group).any()
+
+    def refused(ids: torch.Tensor) -> int:
+        unlike = (biased.gather(1, ids) - biased.gather(1, want)).abs().amax(1) > 1e-4
+        assert not chosen_within_rounding(ids, biased, groups, topk_group)[unlike].any()
+        return int(unlike.sum())
+
+    next_best = torch.cat([want[:, :-1], choice(biased, groups, topk_group, k + 1)[:, -1:]], 1)
+    assert refused(next_best) > 400
+    assert refused(choice(biased, groups, groups, k)) > 200  # of all groups
+    assert refused(choice(biased, groups, topk_group - 1, k)) > 100
+    same_twice = torch.cat([want[:, :-1], want[:, :1]], 1)
+    assert not chosen_within_rounding(same_twice, biased, groups, topk_group).any()
 
 
 @pytest.mark.parametrize("tokens, experts, groups, topk_group, k", SIZES)
