@@ -219,6 +219,7 @@ class Run:
         with_tables = result.counts_LE is not None and detailed(done, self.train.steps, self.train.log_every)
         self.metrics.log(done, values, {"load": load_table(self.model, result.counts_LE)} if with_tables else None)
         self.metrics.say(console_line(done, self.train.steps, values))
+        self.metrics.warn(self.guard.dead(done, result.grad_norm))
 
     def report_first(self, result: StepResult, logged: bool) -> None:
         """After the first step since the start: whether the loss is that of an untrained model, and what memory holds."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LARGEST_STD = 100  # of initial values; far beyond, the squares of a norm overflow and no gradient is left
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -81,6 +83,9 @@ class ModelConfig:
         found += [f"model.{name} = {getattr(self, name)} must be positive" for name in positive if not getattr(self, name) > 0]
         if self.embedding_init_std is not None and not self.embedding_init_std > 0:
             found.append(f"model.embedding_init_std = {self.embedding_init_std} must be positive, or null for initializer_range")
+        for name in ("initializer_range", "embedding_init_std"):
+            if (getattr(self, name) or 0) > LARGEST_STD:
+                found.append(f"model.{name} = {getattr(self, name)} must be at most {LARGEST_STD}")
         not_negative = (
             "num_shared_experts", "mtp_loss_weight", "router_z_loss_weight", "aux_loss_weight", "bias_update_rate",
             "head_z_loss_weight",

@@ -51,7 +51,7 @@ class Guard:
     def __init__(self, config: FaultConfig, history: Iterable[Iterable[float]] = ()) -> None:
         self.config = config
         self.history = deque((tuple(h) for h in history), maxlen=WINDOW)
-        self._streak, self._returns = 0, {}
+        self._streak, self._returns, self._said_dead = 0, {}, False
 
     def spike(self, loss: float, grad_norm: float) -> str | None:
         """What is out of the ordinary about finite numbers, or None."""
@@ -63,6 +63,16 @@ class Guard:
         if 0 < self.config.spike_norm * usual_norm < grad_norm:
             return f"the gradient norm {grad_norm:.4g} is {grad_norm / usual_norm:.3g} times its median (faults.spike_norm)"
         return None
+
+    def dead(self, step: int, grad_norm: float) -> str | None:
+        """A warning, once, when no weight has any gradient: every number is finite, and nothing is learned."""
+        if grad_norm != 0 or self._said_dead:
+            return None
+        self._said_dead = True
+        return (
+            f"step {step}: the gradient norm is exactly 0, so nothing is learned. Too large a step, or too large values at the "
+            "start, do that (optim.lr, model.embedding_init_std, model.initializer_range), and a batch without labels"
+        )
 
     def good(self, loss: float, grad_norm: float) -> None:
         """A step that was taken."""

@@ -94,6 +94,13 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     assert text.startswith(f"{path}: 15 problems")
 
 
+def test_initial_values_have_a_largest_deviation(tmp_path: Path) -> None:
+    """1e20 gives a model whose loss is ln V for ever."""
+    text = message(write(tmp_path, "model: {initializer_range: 101.0, embedding_init_std: 1.0e20}"))
+    assert all(part in text for part in ("initializer_range = 101.0 must be at most 100", "embedding_init_std = 1e+20 must be at"))
+    assert load_config(write(tmp_path, "model: {initializer_range: 0.05, embedding_init_std: 100}")).model.embedding_init_std == 100
+
+
 def test_fp8_blocks_name_both_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, "")
     assert "hidden_size = 200 is not a multiple of 128" in message(path, "model.hidden_size=200")

@@ -197,6 +197,14 @@ def test_the_slow_rank_and_its_phase_are_named() -> None:
     assert slowest([usual, usual], 1.5)[1] is None and slowest([usual], 1.5) == ({}, None)
 
 
+def test_a_model_without_any_gradient_is_said_once(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Steps of 1e7 leave a finite loss that no weight can change, at steps 2 and 3."""
+    fatal = ("optim.lr=1e7", "optim.schedule=constant", "optim.warmup_steps=0", "train.steps=3")
+    assert train.run(config_of(base, tmp_path, *QUICK, *fatal)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "gradient norm is exactly 0" in line]
+    assert len(said) == 1 and said[0].startswith("warning: step 2: "), said
+
+
 # ---------------------------------------------------------------- replicas
 
 
