@@ -103,6 +103,8 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor, BlockCounts | None]:  # fmt: skip
     """(ids int64 [T, k] best first, weights fp32 [T, k], lse fp32 [T], counts for `build_permutation`) of fp32 logits [T, E].
 
+    Counted is what `counts_E` asks for, else None: whoever builds a permutation counts then, and nobody does at ep > 1.
+
     Args:
         bias_E: added to the scores for the choice only.
         pending: where backward may leave its part of dlogits, if whoever made the logits looks there.
@@ -113,4 +115,4 @@ def route(
         made = _Route.apply(logits_TE, bias_E, sizes, pending)
     else:
         made = route_ref(logits_TE, bias_E, *sizes)
-    return *made, count_slots(made[0], logits_TE.shape[1], counts_E)
+    return *made, None if counts_E is None else count_slots(made[0], logits_TE.shape[1], counts_E)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8 import route as route_module
+from fp8.permute import count_slots
 from fp8.recipe import Recipe
-from fp8.route import select_experts
+from fp8.route import route, select_experts
+from model import router as router_module
 from model.loss import NumValid, count_valid
 from model.moe import sequence_balance_loss
 from model.router import Routing, bias_update, routers, update_expert_bias
 from parallel.mesh import Axis, Mesh
 from tests.model.tiny import batch, build, grads, relative_error
+from tools.bench_layouts import route_evenly
 
 
 def select_loop(biased: torch.Tensor, n_group: int, topk_group: int, k: int) -> list[set[int]]:
@@ -82,6 +86,28 @@ def test_bias_moves_once_a_step_from_all_micro_batches_and_training_only() -> No
         assert router.counts.sum() == 0 and router.expert_bias.abs().max() > 0
         assert abs(router.expert_bias.mean()) < 1e-9
     assert len(list(routers(whole))) == 2, "the MTP layer's router is among them"
+
+
+def test_choices_are_counted_where_somebody_asks_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in layers recomputed or evaluated: at ep > 1 nobody reads it, at ep = 1 the permutation counts what it needs."""
+    asked: list[torch.Tensor] = []
+
+    def counted(ids_Tk: torch.Tensor, num_experts: int, sums_E: torch.Tensor) -> None:
+        asked.append(ids_Tk)
+        return count_slots(ids_Tk, num_experts, sums_E)
+
+    monkeypatch.setattr(route_module, "count_slots", counted)
+    monkeypatch.setattr(router_module, "route", route)
+    logits, bias, counts = torch.randn(50, 16), torch.zeros(16), torch.full((16,), 2)
+    ids = route(logits, bias, 4, 2, 4, 2.5)[0]
+    assert not asked
+    route(logits, bias, 4, 2, 4, 2.5, None, counts)
+    assert len(asked) == 1 and torch.equal(counts - 2, torch.bincount(ids.flatten(), minlength=16))
+
+    route_evenly(16)  # what `bench step --routing even` has instead
+    counts.zero_()
+    even = router_module.route(logits, bias, 4, 2, 4, 2.5, None, counts)[0]
+    assert len(asked) == 1 and counts.sum() == 16 * (ids.numel() // 16) and not torch.equal(even, ids)
 
 
 def test_main_loss_trains_the_router() -> None:
