@@ -8,12 +8,11 @@ barrier. Left to itself the compiler sums with two barriers, and moves the codes
 from functools import lru_cache
 from typing import NamedTuple
 
-import triton
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fp8.block_forms import UPPER, both_halves, high_half, low_half, pack_bf16, peaks, times
+from fp8.gluon_layouts import jit, places, sliced
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_device import encode, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED
@@ -22,24 +21,12 @@ LANES = 8  # that share a block of 64 pairs
 WARPS, VALUES = 4, 32  # of a program, and of one of its threads
 MOST_FEATURES = 16384  # of a row that fits into a program's registers
 
-if INTERPRETED:  # layouts mean nothing there
-    jit = triton.jit
-
-    def _places(layout: object, dim: tl.constexpr, size: tl.constexpr) -> tl.tensor:
-        return tl.arange(0, size)
+if INTERPRETED:
 
     def _sum_of_rows(x: tl.tensor, rows: object, blocks: object, share: object, layout: object, sums: object) -> tl.tensor:
         return tl.sum(tl.sum(x, 2), 1)
 
 else:
-    jit = gluon.jit
-
-    @jit
-    def _places(LAYOUT: gl.constexpr, DIM: gl.constexpr, SIZE: gl.constexpr):
-        """0, 1, ... along a dimension of [rows, blocks, pairs]."""
-        FIRST: gl.constexpr = 1 if DIM == 2 else 2
-        SECOND: gl.constexpr = 1 if DIM == 0 else 0
-        return gl.arange(0, SIZE, layout=gl.SliceLayout(SECOND, gl.SliceLayout(FIRST, LAYOUT)))
 
     @jit
     def _sum_of_rows(
@@ -128,9 +115,9 @@ def rms_norm_pairs(
     h and x as int32 pairs of BF16, w as int64 pairs of fp32, q as int16 pairs of codes; dim is even. FULL: the tile lies in the
     matrix as a whole.
     """
-    row = tl.program_id(0) * ROWS + _places(LAYOUT, 0, ROWS)
-    block, pairs = _places(LAYOUT, 1, BLOCKS), dim // 2
-    pair = tl.expand_dims(tl.expand_dims(block * 64, 0), 2) + tl.expand_dims(tl.expand_dims(_places(LAYOUT, 2, 64), 0), 1)
+    row = tl.program_id(0) * ROWS + places(ROWS, sliced(1, sliced(2, LAYOUT)))
+    block, pairs = places(BLOCKS, sliced(0, sliced(2, LAYOUT))), dim // 2
+    pair = tl.expand_dims(tl.expand_dims(block * 64, 0), 2) + tl.expand_dims(tl.expand_dims(places(64, sliced(0, sliced(1, LAYOUT))), 0), 1)
     offset = tl.expand_dims(tl.expand_dims(row.to(tl.int64) * pairs, 1), 2) + pair
     ok = tl.expand_dims(tl.expand_dims(row < rows, 1), 2) & (pair < pairs)
     if FULL:
