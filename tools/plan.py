@@ -16,10 +16,11 @@ from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from parallel.mesh import close_mesh
 from tools.arguments import at_least, make_parser
 from tools.plan_layouts import MARGIN, STAGES, Plan, configured, make_plan, planned_memory, remedies, search, states_of
-from tools.plan_memory import OVERHEAD_BYTES, Layout, memory
+from tools.plan_memory import OVERHEAD_BYTES
 from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu
 from training.config import Config, load_config
 from training.errors import UserError, exit_status
+from training.held_bytes import bytes_per_parameter
 from training.states import gradient_format
 
 GB = 1e9
@@ -35,15 +36,14 @@ def describe_model(config: Config, states: States) -> list[str]:
     counts, tokens = parameter_counts(config.model), config.tokens_per_step
     flops = flops_per_token(config.model, config.data.seq_len)
     gradients = FORMATS[gradient_format(config.optim, config.fp8.level)]
-    solo = memory(config.model, config.fp8.build(), states, Layout(), config.data.seq_len, gradients=gradients).static
+    each = bytes_per_parameter(config.model, config.fp8.build(), states, gradients, config.fp8.keep_transposed)
     stored = counts["total"] + counts["mtp"]
-    each = {name: solo[name] / stored for name in ("weights", "gradients", "states")}
     return [
         f"parameters     {counts['total']:,} total, {counts['active']:,} active a token; MTP layer {counts['mtp']:,} more",
         f"FLOPs/token    {flops:.4g}   ({FLOPS_FORMULA})",
         f"a step         {tokens:,} tokens in {config.train.global_batch} sequences, {tokens * flops:.4g} FLOPs",
-        "bytes/param    " + " + ".join(f"{v:.2f} {k}" for k, v in each.items()) + f" = {sum(each.values()):.2f}; "
-        f"{stored * sum(each.values()) / GB:,.0f} GB over one set of ranks",
+        "bytes/param    " + " + ".join(f"{v:.3f} {k}" for k, v in each.items()) + f" = {sum(each.values()):.3f}; "
+        f"{stored * sum(each.values()) / GB:,.1f} GB over one set of ranks",
     ]
 
 

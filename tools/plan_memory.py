@@ -7,27 +7,23 @@ f expert width, F width of a dense MLP on this rank, q qkv rows on this rank, E 
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from fp8.grouped_gemm import padded_rows
 from fp8.optimizer import States
 from fp8.recipe import BLOCK, Recipe
-from fp8.state_codecs import new_state
-from fp8.weight import weights
 from model.config import ModelConfig
-from model.transformer import Transformer
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 from parallel.send_plan import slot_bytes
+from training.held_bytes import static, unconnected_mesh
 
 BUCKET_BYTES = 64 << 20  # parallel/grad_reduce.py
 # CUDA context, cuBLAS workspaces and what the caching allocator cannot fill: measured as reserved minus allocated, plus context.
 OVERHEAD_BYTES = 2 << 30
 # Working memory when no activation is kept: states that visit the GPU; new weights of all owners on their way, all sent at once
 AFTER_STEP = ("optimizer", "weight gather")
-COUNTED = ("parameters", "weights", "transposes", "gradients", "states")
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,7 @@ class Layout:
 
     def mesh(self) -> Mesh:
         """Axes of the right sizes, without process groups: enough to build a model."""
-        sizes = dict(tp=self.tp, ep=self.ep, dp=self.dp, edp=self.edp, world=self.world)
-        return Mesh(**{name: Axis(None, 0, size) for name, size in sizes.items()})
+        return unconnected_mesh(self.world, self.tp, self.ep)
 
 
 @dataclass
@@ -91,44 +86,6 @@ class Memory:
         step = max((v for k, v in self.working.items() if k not in AFTER_STEP), default=0)
         after = max((self.working.get(k, 0) for k in AFTER_STEP), default=0)
         return sum(self.static.values()) + max(sum(self.kept.values()) + step, after)
-
-
-@functools.lru_cache(maxsize=1024)
-def _count(config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, gradients: torch.dtype) -> dict[str, int]:
-    """Parameters, and bytes of weights, of transposes that may be kept, of gradients and of states: dense weights' and experts'."""
-    layout = Layout(world=tp * ep, tp=tp, ep=ep)
-    with torch.device("meta"):
-        model = Transformer(config, recipe, layout.mesh())
-    found = {f"{kind} {what}": 0 for kind in ("dense", "expert") for what in COUNTED}
-    found["dense replicated"] = 0
-    for _, weight in weights(model):
-        kind = "expert" if weight.expert else "dense"
-        held = {
-            role: codec for role, codec in states.codecs(weight).items() if role != "master" or weight.data.dtype != torch.float32
-        }
-        parts = [t for codec in held.values() for t in new_state(codec, weight.data.shape, weight.data.device).values()]
-        found[f"{kind} parameters"] += weight.numel
-        found["dense replicated"] += weight.numel * weight.tp_partial
-        found[f"{kind} weights"] += weight.q.nbytes
-        found[f"{kind} transposes"] += weight.q.nbytes if weight.scale_inv is not None and weight is not model.embedding else 0
-        low = weight.data.dim() > 1 and weight.data.dtype != torch.float32 and weight not in (model.embedding, model.head)
-        found[f"{kind} gradients"] += weight.numel * (gradients if low else torch.float32).itemsize
-        found[f"{kind} states"] += sum(t.nbytes for t in parts)
-    return found
-
-
-def static(
-    config: ModelConfig, recipe: Recipe, states: States, tp: int, ep: int, gradients: torch.dtype = torch.float32
-) -> dict[str, int]:
-    """`_count` of the whole model, from two of its sizes: all MoE layers are alike. tp splits what ep does not, and the reverse."""
-    first, recipe = config.first_k_dense_replace, replace(recipe, overrides=())  # they name layers, and change little
-    found = {}
-    for own, t, e in (("dense", tp, 1), ("expert", 1, ep)):
-        layers = config.num_hidden_layers - first
-        sizes = [replace(config, num_hidden_layers=first + min(n, layers)) for n in (1, 2)]
-        one, two = (_count(size, recipe, states, t, e, gradients) for size in sizes)
-        found |= {k: n + (layers - 1) * (two[k] - n) for k, n in one.items() if k.startswith(own)}
-    return found
 
 
 class Bytes:

@@ -7,32 +7,16 @@ from pathlib import Path
 
 import torch
 
-from fp8.optimizer import ROLES, States
-from fp8.recipe import FORMATS, recipe_named
-from fp8.state_codecs import CODECS, codec_bytes
+from fp8.recipe import FORMATS
 from model.config import ModelConfig
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
+from training.held_bytes import bytes_per_parameter
 from training.idle_keys import idle_keys
 from training.packing import SPLITS, packed_path
 from training.schedule import fit_note
 from training.states import gradient_format, optimizer_states
 from training.tokenizer import source_of
-
-
-def bytes_per_parameter(
-    recipe_name: str, states: States | None = None, gradient: str = "fp32", keep_transposed: bool = False
-) -> dict[str, float]:
-    """Bytes of a matrix parameter over a whole run, by what they are for, shares of the scales included."""
-    spec = recipe_named(recipe_name).weight
-    weight = spec.dtype.itemsize + (4 / (spec.tile[0] * spec.tile[1]) if spec.tile and spec.tile[0] else 0)
-    chosen = States() if states is None else states
-    held = {role: codec_bytes(CODECS[role][getattr(chosen, role)]) for role in ROLES}
-    master = 0.0 if recipe_name == "fp32" else held["master"]  # an FP32 weight is its own master
-    moments = held["exp_avg"] + held["exp_avg_sq"]
-    turned = {"transpose": weight} if keep_transposed and spec.is_fp8 else {}
-    found = {"weight": weight, **turned, "gradient": FORMATS[gradient].itemsize, "master": master, "moments": moments}
-    return {name: round(float(value), 4) for name, value in found.items()}
 
 
 def describe(config: Config, world_size: int) -> str:
@@ -41,7 +25,7 @@ def describe(config: Config, world_size: int) -> str:
     flops = flops_per_token(config.model, config.data.seq_len)
     optim, level = config.optim, config.fp8.level
     states, gradient = optimizer_states(optim, level), gradient_format(optim, level)
-    held = bytes_per_parameter(config.fp8.recipe, states, gradient, config.fp8.keep_transposed)
+    held = bytes_per_parameter(config.model, config.fp8.build(), states, FORMATS[gradient], config.fp8.keep_transposed)
     stored = counts["total"] + counts["mtp"]
     dp = world_size // config.parallel.tp
     micro_batches = config.train.global_batch // (config.train.micro_batch * dp)
@@ -55,8 +39,8 @@ def describe(config: Config, world_size: int) -> str:
         f"tokens in all     {config.tokens_per_step * config.train.steps:,} in {config.train.steps:,} steps",
         f"ranks             {world_size} = dp {dp} x tp {config.parallel.tp}, ep {config.parallel.ep}; "
         f"{micro_batches} micro-batches of {config.train.micro_batch} a step on each",
-        "bytes/parameter   " + " + ".join(f"{value:g} {name}" for name, value in held.items())
-        + f" = {sum(held.values()):g}; {stored * sum(held.values()) / 1e9:,.1f} GB over one set of ranks; "
+        "bytes/parameter   " + " + ".join(f"{value:.3f} {name}" for name, value in held.items())
+        + f" = {sum(held.values()):.3f}; {stored * sum(held.values()) / 1e9:,.1f} GB over one set of ranks; "
         "a rank's memory and time: python -m tools.plan --config ...",
     ]  # fmt: skip
     if config.model == ModelConfig():
