@@ -28,7 +28,7 @@ from tools.arguments import at_least, make_parser
 from tools.output import whole_or_nothing
 from training.checkpoint_files import corruption, seal_alone
 from training.errors import UserError, exit_status
-from training.run_state import RunState, whole_checkpoints
+from training.run_state import RunState, warn_unverified, whole_checkpoints
 from training.streaming import ShardReader, ShardWriter, row_boxes, whole_box
 
 SLAB = 64 << 20  # elements held at once
@@ -123,6 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--decay", choices=tuple(DECAYS), default="linear", help="of the learning rate that the merge stands for")
     options = parser.parse_args(arguments)
     folders = chosen(options.sources, options.last)
+    for folder in folders:
+        warn_unverified(folder, lambda text: print(f"warning: {text}", file=sys.stderr))
     with whole_or_nothing(options.out) as partial:
         used = merge(folders, partial, options.decay)
     steps = sorted(used)

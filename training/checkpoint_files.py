@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from training.run_state import RunState, whole_checkpoints
+from training.run_state import SEAL, RunState, whole_checkpoints
 from training.shard_files import threads
 from training.shards import damage
 
-SEAL = "checksums.json"
 CHUNK = 1 << 24
 
 
@@ -99,7 +98,7 @@ def seal_alone(folder: Path) -> None:
 def verify(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
     """What is wrong with the files of a checkpoint, in words; rank r of n reads every n-th of them.
 
-    Checkpoints without checksums.json (other versions) count as undamaged here.
+    Checkpoints without checksums.json count as undamaged here; who loads one warns (training/run_state.py).
     """
     try:
         sealed = json.loads((folder / SEAL).read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ from training.errors import UserError
 from training.shards import damage
 
 FORMAT = 1
+SEAL = "checksums.json"  # lengths and checksums of the other files (training/checkpoint_files.py)
 # Fields of ModelConfig that may change between stages of one model; any other makes another model of it.
 TUNABLE = {
     "mtp_loss_weight", "router_z_loss_weight", "head_z_loss_weight", "aux_loss_weight", "bias_update_rate",
@@ -103,6 +104,12 @@ def whole_checkpoints(run_dir: str | Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
 
 
+def warn_unverified(folder: Path, warn: Warn) -> None:
+    """Says so of a checkpoint whose files nothing can be compared with."""
+    if not (folder / SEAL).is_file():
+        warn(f"checkpoint {folder} has no {SEAL}: its files are read without being verified")
+
+
 def newest_whole(run_dir: str | Path, warn: Warn, check: Check | None = None) -> Path | None:
     """The newest checkpoint that can be read; warns of each half-written or damaged one that it skips.
 
@@ -120,6 +127,8 @@ def newest_whole(run_dir: str | Path, warn: Warn, check: Check | None = None) ->
         if reason is None and check is not None:
             reason = check(path)
         if reason is None:
+            if check is not None:
+                warn_unverified(path, warn)
             return path
         warn(f"skipping checkpoint {path}: {reason}")
     return None
@@ -138,6 +147,8 @@ def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
             reason = check(folder)
         if reason is not None:
             raise UserError(f"checkpoint {folder} is not whole: {reason}")
+        if check is not None:
+            warn_unverified(folder, warn)
         if of_run := whole_checkpoints(folder):
             taken = f"{path} is taken as the checkpoint that it is itself"
             warn(f"{taken}, not as the run in it, which is at {of_run[-1]}: name that if you mean it")

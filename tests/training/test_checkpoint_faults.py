@@ -19,10 +19,10 @@ from parallel.mesh import Mesh, build_mesh
 from tests.helpers import run_ranks
 from tests.training.toy import Toy, config_in, empty, filled, mismatches, quiet
 from training.checkpoint import Checkpointer
-from training.checkpoint_files import rotate, seal_alone, verify
+from training.checkpoint_files import corruption, rotate, seal_alone, verify
 from training.config import CheckpointConfig, Config, RunConfig
 from training.errors import UserError
-from training.run_state import newest_whole, whole_checkpoints
+from training.run_state import locate, newest_whole, whole_checkpoints
 from training.shards import damage, read_metadata
 from training.start import set_starting_values
 
@@ -51,6 +51,18 @@ def test_a_flipped_bit_is_named_and_the_one_before_is_used(tmp_path: Path, name:
     state = other.restore(warnings.append)
     assert state.step == 1 and mismatches(model, other.optimizer) == []
     assert any("step_00000002" in w and (name in w or "metadata" in w) for w in warnings), warnings
+
+
+def test_a_checkpoint_that_nothing_can_be_compared_with_is_loaded_with_a_warning(tmp_path: Path) -> None:
+    path = saver_in(tmp_path).save(1, 1, None)
+    for sealed in (True, False):
+        if not sealed:
+            (path / "checksums.json").unlink()
+        resumed, named = [], []
+        assert saver_in(tmp_path).restore(resumed.append).step == 1
+        assert locate(str(path), named.append, corruption) == path
+        said = f"checkpoint {path} has no checksums.json: its files are read without being verified"
+        assert (said in resumed) == (not sealed) and named == [said] * (not sealed)
 
 
 def _verify_on_rank(rank: int, size: int, folder: str) -> tuple[int, list[str]]:
