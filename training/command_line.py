@@ -16,7 +16,7 @@ from training.faults import BadStepError
 from training.metrics import read_reference
 from training.process import lost_contact
 from training.replicas import DesyncError
-from training.run_state import whole_checkpoints
+from training.run_state import resume_from, whole_checkpoints
 from training.summary import describe
 
 
@@ -33,6 +33,11 @@ def refuse_unusable(config: Config) -> None:
         found.append(
             f"no checkpoint at {resume}: checkpoint.resume is auto, none, or the path of a checkpoint or of a run that has one"
         )
+    else:
+        try:
+            resume_from(config.run.dir, resume, lambda text: None)
+        except UserError as error:
+            found.append(str(error))
     try:
         read_reference(config.log.reference)
     except UserError as error:

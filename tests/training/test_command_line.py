@@ -158,6 +158,12 @@ def test_a_run_that_began_elsewhere_goes_on_without_that(base: Path, tmp_path: P
     assert "continuing" in capsys.readouterr().err and sorted(losses(tmp_path / "b")) == [2, 3]
     assert train.main([*second, "train.steps=4", f"checkpoint.resume={tmp_path}/c"]) == 2
     assert "has checkpoints of its own, up to step_00000003: choose another run.dir" in capsys.readouterr().err
+    # A dry run judges the same without having to start.
+    for resume, said in {f"{tmp_path}/c": "of its own, up to", "nope": "of its own, up to", "none": "already holds a run"}.items():
+        assert train.main([*second, "train.steps=4", f"checkpoint.resume={resume}", "--dry-run"]) == 2
+        assert said in capsys.readouterr().err
+    for resume in (f"{tmp_path}/a", f"{tmp_path}/b", "auto"):
+        assert train.main([*second, "train.steps=4", f"checkpoint.resume={resume}", "--dry-run"]) == 0
 
 
 def test_ctrl_c_before_the_run_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
