@@ -13,13 +13,17 @@ from tqdm import tqdm
 
 from tools.arguments import make_parser
 from training.corpus import DataConfig, corpus_bytes
-from training.errors import exit_status
+from training.data import PackedDataset
+from training.errors import UserError, exit_status
 from training.packing import SPLITS, PackedInfo, documents_done, pack_corpus, packed_path, read_info, stale_reason
 from training.tokenizer import check_vocab, load_tokenizer
 
 
 def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> dict[str, PackedInfo]:
-    """Packs the corpus unless that is done; prints what was read, skipped and written. Raises UserError."""
+    """Packs the corpus unless that is done; prints what was read, skipped and written.
+
+    Raises UserError: no tokenizer, no text, or less for training than one sequence.
+    """
     tokenizer = load_tokenizer(config.tokenizer)
     check_vocab(tokenizer, model_vocab_size)
     reason = "--force" if force else stale_reason(config, tokenizer)
@@ -43,11 +47,14 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
             f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
         )
         if not info.num_documents:
-            then = "training will refuse it" if split == "train" else "there will be no validation loss"
-            print(
-                f"warning: no document fell to {split}, and {then}: a document's name decides; give more files, "
-                "name validation files in data.validation_paths, or change data.validation_fraction"
+            none = (
+                f"no document fell to {split}: a document's name decides; give more files, name validation files in "
+                "data.validation_paths, or change data.validation_fraction"
             )
+            if split == "train":
+                raise UserError(none)
+            print(f"warning: there will be no validation loss, {none}")
+    PackedDataset(packed_path(config.dir, "train"), config.seq_len)
     if all(info.num_tokens for info in infos.values()):
         print(f"unigram entropy of the validation text: {unigram_nats(config, infos):.3f} nats/token, which a model must beat")
     return infos

@@ -62,7 +62,7 @@ class PackedDataset:
         if self.num_samples < 1:
             raise UserError(
                 f"{path} holds {self.info.num_tokens} tokens, fewer than the {seq_len + 1} of one sequence "
-                f"(data.seq_len={seq_len}): use more text, shorter ones or another data.validation_fraction"
+                f"(data.seq_len={seq_len}): use more text, a shorter data.seq_len or another data.validation_fraction"
             )
         self._tokens_N = np.memmap(path, dtype=self.info.dtype, mode="r")
 

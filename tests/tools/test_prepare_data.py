@@ -9,7 +9,7 @@ from tests.training.corpora import write
 from tools import prepare_data, train_tokenizer
 from training.corpus import DataConfig
 from training.data import PackedDataset
-from training.errors import exit_status
+from training.errors import UserError, exit_status
 from training.packing import packed_path, read_info
 from training.tokenizer import load_tokenizer
 from training.tokenizer import train_tokenizer as train
@@ -125,12 +125,23 @@ def test_bugs_keep_their_traceback():
     assert exit_status(lambda: None) == 0
 
 
-def test_split_without_a_document_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One file is one document: it falls whole into training or into validation, and training would refuse the other's absence."""
+def test_a_split_without_a_document_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file is one document: it falls whole into training or into validation. Training needs one, validation does not."""
     (tmp_path / "only.txt").write_text("a short text\n" * 40)
     tokenizer = train(["a short text\n" * 40], 280, tmp_path / "t.model")
-    files = dict(paths=(str(tmp_path / "only.txt"),), tokenizer=str(tokenizer.path), dir=str(tmp_path / "data"))
-    config = DataConfig(source="text", **files)
-    prepare_data.prepare(config, 512)
+    files = dict(paths=(str(tmp_path / "only.txt"),), tokenizer=str(tokenizer.path), dir=str(tmp_path / "data"), seq_len=16)
+    prepare_data.prepare(DataConfig(source="text", validation_fraction=0.0, **files), 512)
     out = capsys.readouterr().out
-    assert out.count("warning: no document fell to") == 1 and "data.validation_paths" in out
+    assert out.count("no document fell to validation") == 1 and "data.validation_paths" in out
+    with pytest.raises(UserError, match=r"no document fell to train: .*data.validation_paths"):
+        prepare_data.prepare(DataConfig(source="text", validation_fraction=0.999999, **files), 512)
+
+
+def test_a_corpus_shorter_than_a_sequence_ends_the_program(run, tmp_path):
+    """docs/data.md says so; the second time too, when the packed files are up to date."""
+    run(train_tokenizer)
+    write(tmp_path, a__txt="x = 1\n" * 5, b__txt="y = 2\n" * 5)
+    for _ in range(2):
+        status, said = run(prepare_data)
+        assert status == 2 and "fewer than the 65 of one sequence" in said and "a shorter data.seq_len" in said
+    assert run(prepare_data, "data.seq_len=8")[0] == 0
