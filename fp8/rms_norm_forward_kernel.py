@@ -117,7 +117,8 @@ def rms_norm_pairs(
     """
     row = tl.program_id(0) * ROWS + places(ROWS, sliced(1, sliced(2, LAYOUT)))
     block, pairs = places(BLOCKS, sliced(0, sliced(2, LAYOUT))), dim // 2
-    pair = tl.expand_dims(tl.expand_dims(block * 64, 0), 2) + tl.expand_dims(tl.expand_dims(places(64, sliced(0, sliced(1, LAYOUT))), 0), 1)
+    pair = tl.expand_dims(tl.expand_dims(block * 64, 0), 2)
+    pair += tl.expand_dims(tl.expand_dims(places(64, sliced(0, sliced(1, LAYOUT))), 0), 1)
     offset = tl.expand_dims(tl.expand_dims(row.to(tl.int64) * pairs, 1), 2) + pair
     ok = tl.expand_dims(tl.expand_dims(row < rows, 1), 2) & (pair < pairs)
     if FULL:
