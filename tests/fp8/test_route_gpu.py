@@ -5,9 +5,11 @@ import torch
 
 from fp8 import index_kernels
 from fp8 import route_kernels as kernels
+from fp8 import router_gemm as router_gemm_module
 from fp8.route import route_ref
 from fp8.route_forward_kernel import route
 from fp8.router_gemm import router_dgrad, router_gemm, router_wgrad
+from fp8.router_gemm_kernel import product
 from tests.fp8.kernel_checks import DEVICE, INTERPRETED, marks, randn
 
 pytestmark = marks
@@ -148,16 +150,47 @@ def test_sum_of_parts(along_rows: bool) -> None:
     assert torch.equal(got, (parts[0] + parts[1]) + parts[2])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the products are library calls on a GPU")
-def test_gemms_have_fp32_accuracy() -> None:
-    x, w, dy = randn(4096, 2048), randn(256, 2048, dtype=torch.float32, scale=0.02), randn(4096, 256, dtype=torch.float32)
+SHAPES = [(1, 72, 128), (300, 2048, 384), (129, 256, 64)]  # the last one's product is the library's
+SHAPES += [] if INTERPRETED else [(4096, 2048, 256)]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("tokens, dim, experts", SHAPES)
+def test_gemms_have_fp32_accuracy(tokens: int, dim: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter the library's products of BF16 parts are those of a CPU, and the kernel for Hopper has its own test."""
+    if INTERPRETED:
+        monkeypatch.setattr(router_gemm_module, "splits", lambda x: True)
+        exact = lambda a, b, out_dtype=None: (a.float() @ b.float()).to(out_dtype or a.dtype)  # noqa: E731
+        monkeypatch.setattr(torch, "mm", exact)
+    x, w = randn(tokens, dim), randn(experts, dim, dtype=torch.float32, scale=0.02)
+    dy = randn(tokens, experts, dtype=torch.float32)
     x64, w64, dy64 = x.double(), w.double(), dy.double()
-
-    def error(got: torch.Tensor, want: torch.Tensor) -> float:
-        return ((got.double() - want).norm() / want.norm()).item()
-
     # tensor cores drop bits of long sums that IEEE FP32 keeps (2e-6 measured); TF32 is at 3e-4
     assert error(router_gemm(x, w), x64 @ w64.t()) < 5e-6
     assert error(router_wgrad(dy, x), dy64.t() @ x64) < 5e-6
-    exact = (dy64 @ w64).bfloat16()
-    assert error(router_dgrad(dy, w, torch.bfloat16), exact) < 1e-3  # a few values near a BF16 tie round the other way
+    got = router_dgrad(dy, w, torch.bfloat16, router_gemm_module.split_gradient(dy) if INTERPRETED else None)
+    assert error(got, dy64 @ w64) < 2**-9  # half a step of BF16
+    if tokens * dim > 10_000:
+        assert error(got, (dy64 @ w64).bfloat16()) < 1e-3  # a few values near a BF16 tie round the other way
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the test above runs it")
+@pytest.mark.parametrize("tokens, dim, experts", [(1, 72, 128), (130, 328, 256)])
+def test_product_of_three_parts(tokens: int, dim: int, experts: int) -> None:
+    """Rows and a depth that are no whole tiles. In FP32: the interpreter multiplies BF16 as the integers it keeps it in."""
+    x, w = randn(tokens, dim), randn(experts, dim, dtype=torch.float32, scale=0.02)
+    parts = kernels.split_bf16(w, (2, 1, 0, 0), along_rows=True)
+    assert error(product(x.float(), parts.float(), experts), x.double() @ w.double().t()) < 1e-6
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of a CPU")
+@pytest.mark.parametrize("tokens, dim, experts", SHAPES)
+def test_gemms_in_ieee_fp32(tokens: int, dim: int, experts: int) -> None:
+    x, w = randn(tokens, dim), randn(experts, dim, dtype=torch.float32, scale=0.02)
+    dy = randn(tokens, experts, dtype=torch.float32)
+    assert error(router_gemm(x, w), x.double() @ w.double().t()) < 1e-6
+    assert error(router_wgrad(dy, x), dy.double().t() @ x.double()) < 1e-6
+    assert error(router_dgrad(dy, w, torch.float32), dy.double() @ w.double()) < 1e-6
