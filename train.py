@@ -106,21 +106,22 @@ class Run:
         set_gradient_format(self.model, gradient_format(optim, config.fp8.level))
         if config.fp8.keep_transposed:
             keep_transposes(weight for _, weight in weights(self.model))
-        states = optimizer_states(optim, config.fp8.level)
         attach_auto_scale(self.model, mesh, parallel.grad_wire, parallel.simulated_ranks)
-        adamw = optim.beta1, optim.beta2, optim.eps, optim.weight_decay, states, self.train.seed, optim.offload
-        sharding = parallel.zero, parallel.zero_partition, parallel.overlap_gather
-        self.optimizer = make_optimizer(self.model, mesh, *sharding, *adamw)
+        self.optimizer = make_optimizer(
+            self.model, mesh, zero=parallel.zero, partition=parallel.zero_partition, overlap=parallel.overlap_gather,
+            beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay,
+            states=optimizer_states(optim, config.fp8.level), seed=self.train.seed, offload=optim.offload,
+        )  # fmt: skip
 
     def restore(self) -> bool:
         """Values from a checkpoint, or the first ones; and the data from where it was left. False when nothing is left to do."""
         config, train, mesh, metrics = self.config, self.train, self.mesh, self.metrics
-        identity = self.tokenizer.fingerprint, self.train_data.fingerprint
-        parts = config, self.model, self.optimizer, mesh, *identity
-        self.checkpointer = self.stack.enter_context(closing(Checkpointer(*parts)))
+        identity = {"tokenizer": self.tokenizer.fingerprint, "data": self.train_data.fingerprint}
+        checkpointer = Checkpointer(config, self.model, self.optimizer, mesh, **identity)
+        self.checkpointer = self.stack.enter_context(closing(checkpointer))
         self.state = state = self.checkpointer.restore(metrics.warn)
         if state is None:
-            set_starting_values(*parts, metrics.warn)
+            set_starting_values(config, self.model, self.optimizer, mesh, **identity, warn=metrics.warn)
         elif (nothing_left := finished(config, state, mesh.world, metrics.warn, self.val_data is not None)) is not None:
             metrics.say(nothing_left)
             return False
@@ -141,9 +142,11 @@ class Run:
         self.phases, self.guard = Phases(device), Guard(config.faults, self.state.history if self.state else ())
         flops = flops_per_token(config.model, config.data.seq_len)
         self.throughput = Throughput(config.tokens_per_step, flops, mesh.world.size, device)
-        options = config.model.bias_update_rate, self.phases, config.fp8.auto, train.cuda_graphs, parallel.grad_wire
-        wires = parallel.grad_rounding, parallel.zero, parallel.simulated_ranks
-        self.take_step = TrainStep(self.model, self.optimizer, mesh, optim, *options, self.guard, *wires)
+        self.take_step = TrainStep(
+            self.model, self.optimizer, mesh, optim, config.model.bias_update_rate, self.phases, auto=config.fp8.auto,
+            cuda_graphs=train.cuda_graphs, grad_wire=parallel.grad_wire, grad_rounding=parallel.grad_rounding, zero=parallel.zero,
+            simulated_ranks=parallel.simulated_ranks, guard=self.guard,
+        )  # fmt: skip
         self.resources = Resources(self.model, self.optimizer, mesh, self.done)
         self.window = ProfileWindow(config.profile, config.run.dir, mesh.world.rank, device)
         self.phases.note = lambda name: self.watchdog.note(f"{name} of step {self.done}")
@@ -241,9 +244,10 @@ class Run:
         config, metrics, prompt = self.config, self.metrics, self.config.eval.prompt
         with self.phases("eval"):
             self.optimizer.settle()
-            sizes = self.train.micro_batch, config.eval.samples, config.data.isolate_documents
-            stop = lambda: self.stop.agreed(self.mesh.world)  # noqa: E731
-            result = evaluate(self.model, self.val_data, self.mesh, self.device, *sizes, stop=stop)
+            result = evaluate(
+                self.model, self.val_data, self.mesh, self.device, micro_batch=self.train.micro_batch, samples=config.eval.samples,
+                isolate=config.data.isolate_documents, stop=lambda: self.stop.agreed(self.mesh.world),
+            )  # fmt: skip
             if result is None:
                 return False
             metrics.log(self.done, result.metrics())
@@ -257,8 +261,10 @@ class Run:
         """A checkpoint, in the background unless it `must` be there before the run goes on."""
         with self.phases("checkpoint"):
             wait = must or not self.config.checkpoint.background
-            now = self.done, self.loader.consumed, self.wandb_id, tuple(self.guard.history), wait
-            self.checkpointer.try_save(*now, must=must, warn=self.metrics.warn)
+            self.checkpointer.try_save(
+                step=self.done, consumed=self.loader.consumed, wandb_id=self.wandb_id, history=tuple(self.guard.history), wait=wait,
+                must=must, warn=self.metrics.warn,
+            )  # fmt: skip
 
 
 def due(every: int, step: int) -> bool:

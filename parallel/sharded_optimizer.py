@@ -206,11 +206,11 @@ def make_reducer(
     return GradReducer(named_weights, mesh, wire_dtype=FORMATS[wire])
 
 
-def make_optimizer(model: nn.Module, mesh: Mesh, zero: int, partition: str, overlap: bool, *options: Any) -> AdamW:
-    """AdamW, sharded where `parallel.zero` asks for it and there are ranks to share with. `options` are AdamW's."""
+def make_optimizer(model: nn.Module, mesh: Mesh, zero: int, partition: str, overlap: bool, *options: Any, **named: Any) -> AdamW:
+    """AdamW, sharded where `parallel.zero` asks for it and there are ranks to share with. `options` and `named` are AdamW's."""
     if zero == 0 or mesh.world.size == 1:
-        return AdamW(weights(model), *options)
-    optimizer = ShardedAdamW(weights(model), mesh, *options, whole=partition == "tensors")
+        return AdamW(weights(model), *options, **named)
+    optimizer = ShardedAdamW(weights(model), mesh, *options, whole=partition == "tensors", **named)
     if overlap:
         optimizer.shards.overlap(model)
     return optimizer

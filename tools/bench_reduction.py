@@ -88,8 +88,8 @@ def run(config: Config, ranks: int, at: Sequence[int]) -> None:
     optimizer = AdamW(weights(model), optim.beta1, optim.beta2, optim.eps, optim.weight_decay, seed=train.seed)
     for name, _, value in initial_values(model, train.seed):
         optimizer.set_master(name, value)
-    options = config.model.bias_update_rate, Phases(device), config.fp8.auto, train.cuda_graphs
-    take_step, probe = TrainStep(model, optimizer, Mesh.solo(), optim, *options), Probe(ranks, device)
+    options = dict(bias_rate=config.model.bias_update_rate, auto=config.fp8.auto, cuda_graphs=train.cuda_graphs)
+    take_step, probe = TrainStep(model, optimizer, Mesh.solo(), optim, phases=Phases(device), **options), Probe(ranks, device)
     take_step.reducer = SimulatedReducer(weights(model), ranks, probe)
     print(f"{'step':>6} {'loss':>8} {'wire':16} {'error':>9} {'worst weight':>13} {'underflow':>10}   ({ranks} ranks)")
     for step in range(1, max(at) + 1):

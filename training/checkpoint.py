@@ -96,11 +96,11 @@ class Checkpointer:
         if settings.background and settings.every:
             self._copy.prepare(tensors(self.model, self.optimizer, self.mesh.world.rank))
 
-    def try_save(self, *state: Any, must: bool, warn: Warn) -> None:
+    def try_save(self, *state: Any, must: bool, warn: Warn, **named: Any) -> None:
         """`save`; a failure is only a warning unless it `must` succeed: a full disk may have room again at the next one."""
         self.settle(warn)
         try:
-            self.save(*state)
+            self.save(*state, **named)
         except UserError as error:
             if must:
                 raise

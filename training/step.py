@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,20 @@ class StepResult:
         return {name: getattr(self, name) for name in ("loss", "mtp_loss", "z_loss", "aux_loss", "grad_norm")}
 
 
+class Report(NamedTuple):
+    """What the host reads of a step: sums over the global batch, the same on every rank."""
+
+    ce_sum: float
+    mtp_sum: float
+    z_loss: float
+    aux_loss: float
+    asked_to_stop: float  # ranks that were
+    grad_norm: float
+    num_ce: float  # labels of the next token, and of the one after it
+    num_mtp: float
+    broken: tuple[int, ...]  # ranks whose own loss is not finite
+
+
 def global_counts(batches: Sequence[Batch], mesh: Mesh) -> NumValid:
     """Valid tokens of all micro-batches of all ranks."""
     own = [count_valid(b.tokens_BS, b.labels_BS, b.positions_BS if b.cu_seqlens is not None else None) for b in batches]
@@ -76,6 +91,7 @@ class TrainStep:
         optim: OptimConfig,
         bias_rate: float,
         phases: Phases,
+        *,
         auto: AutoConfig | None = None,
         cuda_graphs: bool | str = False,
         grad_wire: str = "fp32",
@@ -113,14 +129,13 @@ class TrainStep:
         with self.phases("reduce"):
             self.reducer.finish()
             norm = self.reducer.norm()
-            report, broken = self._report(losses, norm, num_valid, interrupted)
-        ce_sum, mtp_sum, z_loss, aux_loss, stop, grad_norm, num_ce, num_mtp, _ = report
-        loss, numbers = ce_sum / max(num_ce, 1), (stop > 0, grad_norm, int(num_ce))
-        if broken or not math.isfinite(grad_norm):
+            report = self._report(losses, norm, num_valid, interrupted)
+        loss, grad_norm = report.ce_sum / max(report.num_ce, 1), report.grad_norm
+        if report.broken or not math.isfinite(grad_norm):
             where = first_bad(self.model, self.weights, batches, num_valid, self.mesh.world)
-            return self._refuse(f"{self._explain(step, broken, grad_norm)}; {where}; nothing was updated", *numbers)
+            return self._refuse(f"{self._explain(step, report)}; {where}; nothing was updated", report)
         if (spike := self.guard.spike(loss, grad_norm)) is not None:
-            return self._refuse(f"step {step}: {spike}; nothing was updated", *numbers)
+            return self._refuse(f"step {step}: {spike}; nothing was updated", report)
         self.guard.good(loss, grad_norm)
         counts_LE = self._counts() if want_counts else None
         update_scales(self.model, self.reduce_max)
@@ -131,17 +146,17 @@ class TrainStep:
             update_expert_bias(self.model, self.mesh.world, self.bias_rate)
         return StepResult(
             loss=loss,
-            mtp_loss=mtp_sum / max(num_mtp, 1),
-            z_loss=z_loss,
-            aux_loss=aux_loss,
+            mtp_loss=report.mtp_sum / max(report.num_mtp, 1),
+            z_loss=report.z_loss,
+            aux_loss=report.aux_loss,
             grad_norm=grad_norm,
-            num_tokens=int(num_ce),
-            interrupted=stop > 0,
+            num_tokens=int(report.num_ce),
+            interrupted=report.asked_to_stop > 0,
             counts_LE=counts_LE,
             notes=tuple(notes),
         )
 
-    def _refuse(self, problem: str, interrupted: bool, grad_norm: float, num_tokens: int) -> StepResult:
+    def _refuse(self, problem: str, report: Report) -> StepResult:
         """Forgets everything that forward and backward have left."""
         for weight in (*(w for _, w in self.weights), *self.optimizer.weights.values()):  # a sharded optimizer has its own
             weight.clear_grad()
@@ -151,8 +166,9 @@ class TrainStep:
             scale.seen.zero_()
         self.auto.abandon()
         self.reducer.abandon()
-        losses = dict.fromkeys(("loss", "mtp_loss", "z_loss", "aux_loss"), math.nan)
-        return StepResult(**losses, grad_norm=grad_norm, num_tokens=num_tokens, interrupted=interrupted, problem=problem)
+        values = dict.fromkeys(("loss", "mtp_loss", "z_loss", "aux_loss"), math.nan)
+        values |= {"grad_norm": report.grad_norm, "num_tokens": int(report.num_ce), "interrupted": report.asked_to_stop > 0}
+        return StepResult(**values, problem=problem)
 
     def _backward(self, batches: Sequence[Batch], num_valid: NumValid) -> list[Losses]:
         results = []
@@ -173,8 +189,8 @@ class TrainStep:
             results.append(losses)
         return results
 
-    def _report(self, losses: list[Losses], norm: Tensor, num_valid: NumValid, interrupted: bool) -> tuple[list[float], list[int]]:
-        """The step's numbers and the ranks whose own loss is not finite: one collective, and the one host sync of a step."""
+    def _report(self, losses: list[Losses], norm: Tensor, num_valid: NumValid, interrupted: bool) -> Report:
+        """The step's numbers: one collective, and the one host sync of a step."""
         world, device = self.mesh.world, norm.device
         sums = torch.stack([torch.stack([x.ce_sum, x.mtp_sum, x.z_loss, x.aux_loss]) for x in losses]).sum(0).double()
         bad = torch.zeros(world.size, dtype=torch.float64, device=device)
@@ -182,18 +198,18 @@ class TrainStep:
         # Ranks of one tp group have seen the same tokens: one of them speaks. A NaN must not drown the flags.
         sums = sums.nan_to_num() * (self.mesh.tp.rank == 0)
         flag = torch.tensor([float(interrupted)], dtype=torch.float64, device=device)
-        vector = all_reduce(torch.cat([sums, flag, bad]), world, "report")
-        tail = torch.stack([norm.double(), *(n.double() for n in (num_valid.ce, num_valid.mtp, num_valid.tokens))])
-        values = torch.cat([vector, tail]).tolist()
-        head, flags, tail_values = values[:5], values[5 : 5 + world.size], values[5 + world.size :]
-        return head + tail_values, [rank for rank, value in enumerate(flags) if value]
+        summed = all_reduce(torch.cat([sums, flag, bad]), world, "report")
+        known = torch.stack([norm.double(), num_valid.ce.double(), num_valid.mtp.double()])  # the same on every rank already
+        ce_sum, mtp_sum, z_loss, aux_loss, asked, *flags, grad_norm, num_ce, num_mtp = torch.cat([summed, known]).tolist()
+        broken = tuple(rank for rank, value in enumerate(flags) if value)
+        return Report(ce_sum, mtp_sum, z_loss, aux_loss, asked, grad_norm, num_ce, num_mtp, broken)
 
     def _counts(self) -> Tensor | None:
         found = [router.counts for _, router in routers(self.model)]
         return all_reduce(torch.stack(found), self.mesh.world, "report").cpu() if found else None
 
     @staticmethod
-    def _explain(step: int, broken: list[int], grad_norm: float) -> str:
-        if broken:
-            return f"step {step}: the loss is not finite on rank {', '.join(map(str, broken))}"
-        return f"step {step}: the gradient norm is {grad_norm} though every rank's loss is finite"
+    def _explain(step: int, report: Report) -> str:
+        if report.broken:
+            return f"step {step}: the loss is not finite on rank {', '.join(map(str, report.broken))}"
+        return f"step {step}: the gradient norm is {report.grad_norm} though every rank's loss is finite"

@@ -35,7 +35,7 @@ def train(recipe: str, mesh: Mesh, stage: int) -> tuple[list[float], list[list[f
     optimizer = AdamW(weights(model))
     for name, _, value in initial_values(model, 0):
         optimizer.set_master(name, value)
-    step = TrainStep(model, optimizer, mesh, OptimConfig(clip=0.0), 1e-3, Phases(torch.device("cpu")), fp8.auto)
+    step = TrainStep(model, optimizer, mesh, OptimConfig(clip=0.0), 1e-3, Phases(torch.device("cpu")), auto=fp8.auto)
     losses = []
     for i in range(1, STEPS + 1):
         tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(i))

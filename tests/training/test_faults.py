@@ -23,7 +23,7 @@ from training.metrics import Phases
 from training.replicas import DesyncError, compare_replicas, fingerprint
 from training.run_state import whole_checkpoints
 from training.schedule import OptimConfig
-from training.step import TrainStep
+from training.step import Report, TrainStep
 
 QUICK = ("eval.samples=0", "fp8.health_every=0", "checkpoint.background=false")
 
@@ -82,10 +82,8 @@ def test_a_bad_step_that_is_fine_when_repeated_points_at_the_hardware(monkeypatc
     step, _ = one_step(model)
     report = TrainStep._report
 
-    def flipped(self: TrainStep, *args: Any) -> tuple[list[float], list[int]]:
-        values, broken = report(self, *args)
-        values[5] = math.inf  # the gradient norm
-        return values, broken
+    def flipped(self: TrainStep, *args: Any) -> Report:
+        return report(self, *args)._replace(grad_norm=math.inf)
 
     monkeypatch.setattr(TrainStep, "_report", flipped)
     assert "suspect the hardware" in step(1, ragged_batches(1, rows=1), 1e-3).problem
