@@ -29,7 +29,8 @@ def quantize_grad_forms(weight: Weight, dy_TF: Tensor, for_input: bool) -> tuple
 class SharedGradient:
     """A dY that reaches two layers, as what is added to the residual stream does: the first to ask quantises it for both.
 
-    One of them serves one forward pass.
+    Make a new one in each forward pass and hand it to both layers: in that pass's backward it keeps what the first has quantised
+    until the second asks.
     """
 
     def __init__(self, first: Weight, second: Weight) -> None:
@@ -57,7 +58,10 @@ class _Linear(torch.autograd.Function):
     dgrad    dx_TD = dy_TF . w_FD
     wgrad    dw_FD += dy_TF^T . x_TD      into weight.main_grad
 
-    dY is quantised twice from the same high-precision values, in one pass: 1x128 along F for dgrad, along tokens for wgrad.
+    dY is quantised twice from the same high-precision values, in one pass: 1x128 along F for dgrad, along tokens for wgrad (tiles
+    of the block recipe). X is not: what was kept for backward is the X that forward rounded, 1x128 along D, and wgrad re-quantises
+    those values along tokens (`requantize_t`), from tiles with power-of-two scales, so that only what falls among the subnormals
+    of the new, larger scale is rounded a second time.
     """
 
     @staticmethod
