@@ -15,6 +15,7 @@ from typing import Any
 from tools.arguments import make_parser
 from tools.report_data import Run, differences, read_runs
 from training.errors import UserError, exit_status
+from training.panels import PANELS
 from training.tokenizer import write_whole
 
 STYLE = """
@@ -73,11 +74,11 @@ def build(runs: list[Run]) -> tuple[str, dict[str, bytes]]:
     """(page, PNG by name). Everything that comes from a run is escaped."""
     import matplotlib.pyplot as plt
 
-    from tools.report_figures import DRAW, PANELS, png, svg
+    from tools.report_figures import draw, png, svg
 
     images, sections, links = {}, [], []
     for panel in PANELS:
-        figure = DRAW[panel.name](runs, panel)
+        figure = draw(runs, panel)
         if figure is None:
             continue
         images[panel.name] = png(figure)

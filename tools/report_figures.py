@@ -17,8 +17,9 @@ from matplotlib.colors import ListedColormap  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from tools.report_data import Run, gap, smooth, some, thin  # noqa: E402
+from training.errors import UserError  # noqa: E402
 from training.heat_map import SCALES  # noqa: E402
-from training.panels import PANELS, Grid, Panel, health_grid, layer_of, load_grid, time_grid  # noqa: E402
+from training.panels import Grid, Panel, health_grid, layer_of, load_grid, time_grid  # noqa: E402
 
 WIDTH, HEIGHT = 9.0, 3.4  # inches
 MAX_LAYERS_IN_LEGEND = 8
@@ -281,4 +282,11 @@ DRAW: dict[str, Callable[[list[Run], Panel], Figure | None]] = {
     "memory": memory, "wire": shares, "load": over_time, "experts": load_by_expert, "entropy": per_layer, "bias": per_layer,
     "cosine": health, "underflow": health,
 }  # fmt: skip
-assert list(DRAW) == [panel.name for panel in PANELS]
+
+
+def draw(runs: list[Run], panel: Panel) -> Figure | None:
+    """The panel's figure, None where no run has its metrics. Raises UserError: a panel that nothing draws."""
+    if panel.name not in DRAW:
+        own = f'"{panel.name}": lines'
+        raise UserError(f"nothing draws the panel {panel.name}: add {own}, or another function, to DRAW in tools/report_figures.py")
+    return DRAW[panel.name](runs, panel)

@@ -69,7 +69,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_panel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.report_figures.PANELS", PANELS[:1])  # the others take seconds to draw
+    monkeypatch.setattr("tools.report.PANELS", PANELS[:1])  # the others take seconds to draw
 
 
 def test_one_page_with_every_panel_and_nothing_from_outside(compared: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_run_without_details_still_has_its_page(tmp_path: Path) -> None:
 def test_a_panel_of_ones_own_is_in_the_report_and_in_wandbs_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/forking.md says: a Panel, and a name in DRAW."""
     own = Panel("rms", "Mine", "Size of the hidden states", "Root mean square.", ("head/rms",), "RMS")
-    monkeypatch.setattr("tools.report_figures.PANELS", (*PANELS[:1], own))
+    monkeypatch.setattr("tools.report.PANELS", (*PANELS[:1], own))
     monkeypatch.setattr("tools.wandb_workspace.PANELS", (*PANELS[:1], own))
     monkeypatch.setitem(report_figures.DRAW, "rms", report_figures.lines)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "head/rms": 1.5}\n{"step": 2, "head/rms": 1.25}\n')
@@ -104,6 +104,18 @@ def test_a_panel_of_ones_own_is_in_the_report_and_in_wandbs_view(tmp_path: Path,
     page = (tmp_path / "report/report.html").read_text()
     assert re.findall(r'<section id="(\w+)"', page) == ["summary", "loss", "rms"] and "Root mean square." in page
     assert plots()["Mine"] == [{"title": "Size of the hidden states", "unit": "RMS", "keys": ["head/rms"]}]
+
+
+def test_a_panel_that_nothing_draws_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Panel without its entry in DRAW; those of octet have theirs."""
+    assert set(report_figures.DRAW) == {panel.name for panel in PANELS}
+    own = Panel("rms", "Mine", "Size of the hidden states", "Root mean square.", ("head/rms",), "RMS")
+    monkeypatch.setattr("tools.report.PANELS", (*PANELS[:1], own))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "head/rms": 1.25}\n')
+    assert call(tmp_path) == 2
+    assert 'add "rms": lines' in (said := capsys.readouterr().err) and "Traceback" not in said
 
 
 @pytest.mark.usefixtures("one_panel")
