@@ -60,10 +60,15 @@ class Outcome:
 
 
 def config_of(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Config:
-    """The run of a setting and a seed. Raises UserError."""
+    """The run of a setting and a seed. Raises UserError: a mistake in what all share, or in the setting, which is then named."""
     fixed = [f"run.dir={Path(args.out or '') / f'{name}-{seed}'}", f"train.seed={seed}", f"train.log_every={args.log_every}"]
     fixed += ["checkpoint.every=0", "log.wandb=off", "log.progress=false", "fp8.emulate=true"]
-    return load_config(args.config, [*fixed, *args.overrides, *settings])
+    shared = [*fixed, *args.overrides]
+    try:
+        return load_config(args.config, [*shared, *settings])
+    except UserError as error:
+        load_config(args.config, shared)  # a mistake that all of them have is no setting's
+        raise UserError(f"setting {name}: {str(error).replace('command line: ', '')}") from error
 
 
 def one_run(args: argparse.Namespace, name: str, settings: list[str], seed: int) -> Outcome:

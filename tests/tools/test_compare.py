@@ -88,6 +88,8 @@ def test_a_folder_without_a_comparison_is_named(tmp_path: Path) -> None:
     (["--recipes", "block", "--tail", "0"], "--tail 0 is no share"),
     (["--recipes", "block", "--tail", "1.5"], "--tail 1.5 is no share"),
     (["--set", "fast:optim.lrr=1"], "did you mean optim.lr"),
+    (["--set", "good:optim.lr=0.1", "--set", "x:optim.lr=abc"], "^setting x: configs/tiny.yaml: .*\n  - optim.lr='abc': input"),
+    (["--set", "x:", "optim.lr=abc"], "^configs/tiny.yaml: .*\n  - command line: optim.lr='abc'"),
     (["--set", "h:", "--set", "h:optim.lr=1"], "two settings are named h"),
     (["--recipes", "bf16", "--set", "bf16:"], "two settings are named bf16"),
     (["--set", "a:run.dir=runs/zz"], "run.dir is the comparison's own"),
