@@ -85,6 +85,52 @@ def both_ways(rank: int, size: int) -> list[tuple[float, dict[str, int]]]:
     return found
 
 
+def last_ranks_idle(rank: int, size: int) -> list[dict[str, object]]:
+    """A whole model, forward and backward, tokens counted, where nobody chooses experts 4-7; kept, recomputed in part and whole."""
+    found = []
+    for recipe, stage in (("fp32", 0), ("block", 0), ("block", 3), ("block", 4)):
+        mesh = build_mesh(1, size, dispatch="counted")
+        model = build(Case(ep=size, recipe=recipe, stage=stage, idle=True), mesh)
+        came: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "dispatch", noting_rows(came))
+            loss = backward(model, mesh, parts=1)[0]
+        own = {name: w.main_grad for name, w in weights(model) if w.expert}
+        found.append(
+            {
+                "loss": loss,
+                "rows": came,
+                "largest": max(g.abs().max().item() for g in own.values()),
+                "finite": all(w.main_grad.isfinite().all() for _, w in weights(model)),
+                "router": max(w.main_grad.norm().item() for name, w in weights(model) if "router" in name),
+            }
+        )
+    return found
+
+
+def noting_rows(came: list[int]) -> Callable[..., Any]:
+    """`dispatch` that notes how many rows this rank's experts got."""
+    original = experts.dispatch
+
+    def noted(*args: Any) -> Any:
+        rows, w_R, plan = original(*args)
+        came.append(int(plan.perm.groups.counts_E.sum()))
+        return rows, w_R, plan
+
+    return noted
+
+
+@pytest.mark.distributed
+def test_a_rank_whose_experts_get_no_row_goes_forward_and_backward() -> None:
+    """Its expert gradients are zeros, not what lay in memory; its own tokens still train everything else."""
+    busy, idle = run_ranks(2, last_ranks_idle)
+    for a, b in zip(busy, idle, strict=True):
+        assert len(b["rows"]) >= MOE_LAYERS and set(b["rows"]) == {0} and min(a["rows"]) > 0
+        assert b["largest"] == 0.0 < a["largest"]
+        assert a["loss"] == b["loss"] > 0 and a["finite"] and b["finite"] and b["router"] > 0
+    assert len({r["loss"] for r in busy[1:]}) == 1 and abs(busy[0]["loss"] / busy[1]["loss"] - 1) < 0.02
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gathered_is_counted_bit_for_bit(ranks: int) -> None:
