@@ -122,17 +122,17 @@ class ModelConfig:
         """Widths that break 128-wide FP8 blocks on `tp` ranks."""
         qkv_rows = (max(self.num_attention_heads // tp, 1) + 2 * max(self.num_key_value_heads // tp, 1)) * self.head_dim
         widths = {
-            "hidden_size": self.hidden_size,
+            "model.hidden_size": self.hidden_size,
             "qkv rows of a rank": qkv_rows,
             "attention width": self.num_attention_heads * self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "shared expert's width": self.shared_intermediate_size,
-            "vocab_size": self.vocab_size,
+            "model.intermediate_size": self.intermediate_size,
+            "model.moe_intermediate_size": self.moe_intermediate_size,
+            "the shared expert's width": self.shared_intermediate_size,
+            "model.vocab_size": self.vocab_size,
         }
-        split = {"attention width", "intermediate_size", "shared expert's width", "vocab_size"}
+        split = {"attention width", "model.intermediate_size", "the shared expert's width", "model.vocab_size"}
         return [
-            f"model {name} = {size} is not a multiple of {128 * (tp if name in split else 1)} (128-wide FP8 blocks, tp {tp})"
+            f"{name} = {size} is not a multiple of {128 * (tp if name in split else 1)} (128-wide FP8 blocks, tp {tp})"
             for name, size in widths.items()
             if size % (128 * (tp if name in split else 1))
         ]

@@ -107,7 +107,8 @@ def check_layout(
         tokens: of one micro-batch on one dp rank; tp splits them.
         widths: name -> size of each dimension that tp splits (FFN and vocabulary widths).
     """
-    problems = [f"{name} = {n} must be at least 1" for name, n in (("world", world), ("tp", tp), ("ep", ep)) if n < 1]
+    sizes = {"world size": world, "parallel.tp": tp, "parallel.ep": ep}
+    problems = [f"{name} = {n} must be at least 1" for name, n in sizes.items() if n < 1]
     if problems:
         return problems
 
@@ -117,11 +118,11 @@ def check_layout(
 
     divides(tp, "tp", world, "world size")
     divides(ep, "ep", world, "world size")
-    divides(ep, "ep", num_experts, "num_experts")
-    divides(tp, "tp", num_heads, "num_attention_heads")
+    divides(ep, "ep", num_experts, "model.num_experts")
+    divides(tp, "tp", num_heads, "model.num_attention_heads")
     divides(tp, "tp", tokens, "tokens of a micro-batch")
     if num_kv_heads is not None and num_kv_heads % tp and tp % num_kv_heads:
-        problems.append(f"num_key_value_heads {num_kv_heads} and tp {tp}: neither is a multiple of the other")
+        problems.append(f"model.num_key_value_heads {num_kv_heads} and tp {tp}: neither is a multiple of the other")
     for name, width in (widths or {}).items():
         divides(tp, "tp", width, name)
     return problems

@@ -8,6 +8,7 @@ The model, the recipe and the tokenizer are those the checkpoint was trained wit
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -36,7 +37,7 @@ def load(checkpoint: str, recipe: str | None, tokenizer: str | None, device: tor
     """
     path = locate(checkpoint, lambda text: print(f"warning: {text}", file=sys.stderr), corruption)
     state = RunState.read(path)
-    found = load_tokenizer(tokenizer or state.config["data"]["tokenizer"])
+    found = load_tokenizer(tokenizer or state.config["data"]["tokenizer"], "name an existing file with --tokenizer")
     if state.tokenizer not in ("", found.fingerprint):
         raise UserError(
             f"{found.path} is not the tokenizer that {path} was trained with: fingerprint {state.tokenizer[:12]} there, "
@@ -66,8 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recipe", help="another recipe than the checkpoint's, for example bf16")
     parser.add_argument("--tokenizer", help="where the checkpoint's tokenizer lies now")
     args = parser.parse_args(arguments)
-    if not args.temperature >= 0:
-        raise UserError(f"--temperature {args.temperature:g} must not be negative")
+    if not 0 <= args.temperature < math.inf:
+        raise UserError(f"--temperature {args.temperature:g} must be a finite number, 0 or more")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load(args.checkpoint, args.recipe, args.tokenizer, device)
     for i in range(args.samples):

@@ -169,7 +169,7 @@ def _carry(source: Source, out: Path, tokenizer: str | None) -> dict[str, Any]:
     if tokenizer is None and not source.imported and (folder is None or not any(folder.glob("tokenizer.*"))):
         tokenizer = (source.run.get("data") or {}).get("tokenizer")
     if tokenizer is not None and tokenizer != "none":
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer, "name an existing file, or none, with --tokenizer")
         path = Path(loaded.path)
         if path.suffix == ".model":
             shutil.copyfile(path, out / "tokenizer.model")

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from tools.arguments import at_least, make_parser
 from tools.output import whole_or_nothing
 from training.checkpoint_files import corruption, seal_alone
-from training.errors import UserError, exit_status
+from training.errors import UserError, counted, exit_status
 from training.run_state import RunState, warn_unverified, whole_checkpoints
 from training.streaming import ShardReader, ShardWriter, row_boxes, whole_box
 
@@ -111,7 +111,9 @@ def chosen(paths: Sequence[str], last: int | None) -> list[Path]:
         return sorted(folders, key=lambda p: RunState.read(p).step)
     found = whole_checkpoints(runs[0])
     if len(found) < last:
-        raise UserError(f"--last {last}: {runs[0]} has {len(found)} checkpoints (checkpoint.keep_for_merge says how many stay)")
+        raise UserError(
+            f"--last {last}: {runs[0]} has {counted(len(found), 'checkpoint')} (checkpoint.keep_for_merge says how many stay)"
+        )
     return found[-last:]
 
 

@@ -19,7 +19,7 @@ from tools.plan_layouts import MARGIN, STAGES, Plan, configured, make_plan, plan
 from tools.plan_memory import OVERHEAD_BYTES
 from tools.plan_speed import ASSUMPTIONS, GPUS, Gpu
 from training.config import Config, load_config
-from training.errors import UserError, exit_status
+from training.errors import UserError, counted, exit_status
 from training.held_bytes import bytes_per_parameter
 from training.states import gradient_format
 
@@ -41,7 +41,7 @@ def describe_model(config: Config, states: States) -> list[str]:
     return [
         f"parameters     {counts['total']:,} total, {counts['active']:,} active a token; MTP layer {counts['mtp']:,} more",
         f"FLOPs/token    {flops:.4g}   ({FLOPS_FORMULA})",
-        f"a step         {tokens:,} tokens in {config.train.global_batch} sequences, {tokens * flops:.4g} FLOPs",
+        f"a step         {tokens:,} tokens in {counted(config.train.global_batch, 'sequence')}, {tokens * flops:.4g} FLOPs",
         "bytes/param    " + " + ".join(f"{v:.3f} {k}" for k, v in each.items()) + f" = {sum(each.values()):.3f}; "
         f"{stored * sum(each.values()) / GB:,.1f} GB over one set of ranks",
     ]
@@ -137,11 +137,11 @@ def report(config: Config, gpus: int, gpu: Gpu) -> str:
         lines += ["", "== as configured", *describe_plan(make_plan(config, own, gpu, states), gpu, config)]
     else:
         why = config.problems(gpus) or [f"fp8.activations={config.fp8.activations} differs from layer to layer"]
-        lines += ["", f"== as configured: not on {gpus} GPUs", *(f"   {problem}" for problem in why)]
+        lines += ["", f"== as configured: not on {counted(gpus, 'GPU')}", *(f"   {problem}" for problem in why)]
     lines += ["", f"== the fastest on {gpus} x {gpu.name}"]
     plans = search(config, gpus, gpu, states)
     if not plans:
-        why = f"train.global_batch={config.train.global_batch} or the model's sizes do not divide over {gpus} GPUs"
+        why = f"train.global_batch={config.train.global_batch} or the model's sizes do not divide over {counted(gpus, 'GPU')}"
         return "\n".join([*lines, f"{NO_LAYOUT}{why}"])
     best, used = plans[0], config
     if not best.fits(gpu):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from tools.arguments import make_parser
 from training.corpus import DataConfig, corpus_bytes
 from training.data import PackedDataset
-from training.errors import UserError, exit_status
+from training.errors import UserError, counted, exit_status
 from training.packing import SPLITS, PackedInfo, documents_done, pack_corpus, packed_path, read_info, stale_reason
 from training.tokenizer import check_vocab, load_tokenizer
 
@@ -33,18 +33,18 @@ def prepare(config: DataConfig, model_vocab_size: int, force: bool = False) -> d
     else:
         print(f"packing: {reason}")
         if done := documents_done(config):
-            print(f"going on after {done:,} documents that an interrupted packing has done")
+            print(f"going on after {counted(done, 'document')} that an interrupted packing has done")
         start = time.perf_counter()
         with tqdm(total=corpus_bytes(config), unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
             infos, tally = pack_corpus(config, tokenizer, bar.update)
-        print(f"read {tally.documents:,} documents, {tally.text_bytes:,} bytes in {time.perf_counter() - start:.1f} s")
+        print(f"read {counted(tally.documents, 'document')}, {tally.text_bytes:,} bytes in {time.perf_counter() - start:.1f} s")
         for line in tally.lines():
             print(f"  {line}")
     for split, info in infos.items():
         ratio = info.text_bytes / max(info.num_tokens, 1)
         print(
-            f"{packed_path(config.dir, split)}: {info.num_documents:,} documents, {info.num_tokens:,} tokens, "
-            f"{ratio:.2f} bytes/token, {max(info.num_tokens - 1, 0) // config.seq_len:,} sequences of {config.seq_len}"
+            f"{packed_path(config.dir, split)}: {counted(info.num_documents, 'document')}, {counted(info.num_tokens, 'token')}, "
+            f"{ratio:.2f} bytes/token, {counted(max(info.num_tokens - 1, 0) // config.seq_len, 'sequence')} of {config.seq_len}"
         )
         if not info.num_documents:
             none = (

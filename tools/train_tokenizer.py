@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from tools.arguments import make_parser
 from training.corpus import DataConfig, read_documents
-from training.errors import UserError, exit_status
+from training.errors import UserError, counted, exit_status
 from training.readers import Tally
 from training.tokenizer import Tokenizer, load_tokenizer, source_of, train_tokenizer
 
@@ -57,7 +57,7 @@ def make_tokenizer(config: DataConfig, force: bool = False) -> Tokenizer:
     tokenizer = train_tokenizer(training_texts(config, tally), config.vocab_size, config.tokenizer)
     print(
         f"trained {config.tokenizer}: {tokenizer.vocab_size} tokens, {tally.text_bytes:,} bytes in "
-        f"{tally.documents:,} documents read, {time.perf_counter() - start:.1f} s, {tokenizer.fingerprint[:12]}"
+        f"{counted(tally.documents, 'document')} read, {time.perf_counter() - start:.1f} s, {tokenizer.fingerprint[:12]}"
     )
     for line in tally.lines():
         print(f"  {line}")

@@ -60,6 +60,8 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
     rank, launched = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
     planned = launched if args.world_size is None else args.world_size
     try:
+        if args.world_size is not None and args.world_size < 1:
+            raise UserError(f"--world-size {args.world_size} must be at least 1")
         config = load_config(args.config, args.overrides, planned if args.dry_run else launched or 1)
         refuse_unusable(config)
         if not args.dry_run:

@@ -18,7 +18,7 @@ from model.policy import override_problems, stage_problems
 from parallel.mesh import check_layout
 from training.config_loading import Source, build, dump_yaml, read_overrides, read_yaml, section_keys
 from training.corpus import DataConfig
-from training.errors import UserError
+from training.errors import UserError, counted
 from training.faults import FaultConfig
 from training.profile import ProfileConfig
 from training.schedule import OptimConfig
@@ -192,13 +192,13 @@ class Config:
         if train.micro_batch >= 1 and train.global_batch % (train.micro_batch * dp):
             found.append(
                 f"train.global_batch={train.global_batch} is not a multiple of train.micro_batch={train.micro_batch} "
-                f"x {dp} data-parallel ranks = {train.micro_batch * dp}"
+                f"x {counted(dp, 'data-parallel rank')} = {train.micro_batch * dp}"
             )
         simulated, parts = parallel.simulated_ranks, train.global_batch / max(train.micro_batch, 1)
         if simulated and (world_size > 1 or parts != simulated):
             found.append(
-                f"parallel.simulated_ranks={simulated} needs one process and as many micro-batches a step; here are {world_size} "
-                f"processes and train.global_batch / train.micro_batch = {parts:g}"
+                f"parallel.simulated_ranks={simulated} needs one process and as many micro-batches a step; here are "
+                f"{counted(world_size, 'process', 'processes')} and train.global_batch / train.micro_batch = {parts:g}"
             )
         level = self.fp8.level
         low = optimizer_states(optim, level) != States() or gradient_format(optim, level) != "fp32"

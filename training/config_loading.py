@@ -162,8 +162,13 @@ def build(cls: type[T], source: Source) -> T | None:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    same_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or same_name
+    """A key whose own name is near, first in the section that was meant; of a section that is none, near as a whole."""
+    section, _, name = key.rpartition(".")
+    section_names = {k.rpartition(".")[2]: k for k in known if k.startswith(f"{section}.")}
+    matches = [section_names[near] for near in difflib.get_close_matches(name, section_names, n=1, cutoff=0.6)]
+    matches += [k for k in known if k.rpartition(".")[2] == name]
+    if not section_names:
+        matches += difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

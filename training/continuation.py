@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel.mesh import Axis
 from training.config import Config
-from training.errors import UserError
+from training.errors import UserError, counted
 from training.metrics import read_metrics
 from training.process import gather
 from training.run_state import RunState, Warn, in_yaml, whole_checkpoints
@@ -53,7 +53,7 @@ def finished(config: Config, state: RunState, world: Axis, warn: Warn, validates
     source = config.run.dir if whole_checkpoints(config.run.dir) else f"checkpoint.resume={config.checkpoint.resume}"
     done = f"{source} is finished: all {config.train.steps} steps are done"
     if state.step > config.train.steps:
-        done = f"{source} has done {state.step} steps, more than train.steps={config.train.steps}"
+        done = f"{source} has done {counted(state.step, 'step')}, more than train.steps={config.train.steps}"
     if changed:
         there = "; ".join(f"{key} is {in_yaml(old)} there and {in_yaml(new)} here" for key, (old, new) in changed.items())
         raise UserError(f"{done}, with other settings: {there}. Choose another run.dir; or a larger train.steps, to go on")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from training.errors import UserError
+from training.errors import UserError, counted
 from training.packing import read_info
 
 IGNORED = -100  # label that carries no loss
@@ -157,13 +157,13 @@ class Loader:
         assert seed >= 0 and consumed >= 0, f"seed {seed}, consumed {consumed}"
         if global_batch < 1 or micro_batch < 1 or global_batch % (micro_batch * num_ranks):
             raise UserError(
-                f"a global batch of {global_batch} sequences does not divide into micro-batches of {micro_batch} "
-                f"on {num_ranks} data-parallel ranks"
+                f"a global batch of {counted(global_batch, 'sequence')} does not divide into micro-batches of {micro_batch} "
+                f"on {counted(num_ranks, 'data-parallel rank')}"
             )
         if dataset.num_samples < global_batch:
             raise UserError(
-                f"{dataset.path} holds {dataset.num_samples} sequences of {dataset.seq_len} tokens, fewer than one "
-                f"global batch of {global_batch} on {num_ranks} ranks: use more text or a smaller batch"
+                f"{dataset.path} holds {counted(dataset.num_samples, 'sequence')} of {dataset.seq_len} tokens, fewer than one "
+                f"global batch of {global_batch} on {counted(num_ranks, 'rank')}: use more text or a smaller batch"
             )
         self.dataset, self.seed, self.consumed = dataset, seed, consumed
         self.global_batch, self.micro_batch, self.isolate_documents = global_batch, micro_batch, isolate_documents

@@ -11,6 +11,11 @@ class UserError(Exception):
     """Something the user can put right. The message names the file, key or number and what to do."""
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 GPU`, `2 GPUs`, `2 processes`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def exit_status(main: Callable[[], int | None]) -> int:
     """Runs `main`; returns the exit status: what it returns (None: 0), 2 after printing a UserError, 130 after Ctrl-C."""
     try:

@@ -71,7 +71,8 @@ def read_info(path: str) -> PackedInfo:
         raise UserError(f"{description} is damaged ({error}); delete it and prepare the data again") from error
     size, expected = os.path.getsize(path), info.num_tokens * np.dtype(info.dtype).itemsize
     if size != expected:
-        raise UserError(f"{path} has {size} bytes, its description says {expected}: truncated; prepare the data again")
+        what = "truncated" if size < expected else "too long, something else has written to it"
+        raise UserError(f"{path} has {size} bytes, its description says {expected}: {what}; prepare the data again")
     return info
 
 
@@ -91,7 +92,7 @@ def stale_reason(config: DataConfig, tokenizer: Tokenizer) -> str | None:
             return f"{path} was packed by tokenizer {info.tokenizer[:12]}, not by {tokenizer.fingerprint[:12]}"
         changed = [name for name, value in settings.items() if info.settings.get(name) != value]
         if changed:
-            return f"{path} was packed from another corpus ({', '.join(changed)} differ)"
+            return f"{path} was packed from another corpus ({', '.join(changed)} differ{'s'[: len(changed) == 1]})"
     return None
 
 

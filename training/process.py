@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fp8.hardware import machine_of
 from parallel.mesh import Axis
 from training.config import Config, TrainConfig
-from training.errors import UserError
+from training.errors import UserError, counted
 
 SAVING = "saving"  # the thread that writes a checkpoint in the background
 
@@ -41,7 +41,7 @@ def choose_device(train: TrainConfig, recipe: str) -> tuple[torch.device, torch.
         )
     if local_rank >= found:
         asked = f"torchrun started a process for GPU {local_rank}: --nproc-per-node is at most {found} here (train.device)"
-        raise UserError(f"this host has {found} GPUs, but {asked}")
+        raise UserError(f"this host has {counted(found, 'GPU')}, but {asked}")
     torch.cuda.set_device(local_rank)
     is_fp32 = train.dtype == "fp32" or recipe == "fp32"
     return torch.device("cuda", local_rank), torch.float32 if is_fp32 else torch.bfloat16

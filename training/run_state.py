@@ -123,7 +123,7 @@ def newest_whole(run_dir: str | Path, warn: Warn, check: Check | None = None) ->
         try:
             RunState.read(path)
         except UserError as error:
-            reason = str(error)
+            reason = str(error).removeprefix(f"checkpoint {path}").lstrip(": ").replace(f"checkpoint {path}", "it")
         if reason is None and check is not None:
             reason = check(path)
         if reason is None:

@@ -21,7 +21,7 @@ import torch
 
 from parallel.collectives import all_reduce
 from parallel.mesh import Axis
-from training.errors import UNSAVED
+from training.errors import UNSAVED, counted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 1.0
@@ -30,7 +30,8 @@ SAME_S = 1.0
 def steps_lost(done: int, last: int | None) -> str:
     """What a run of `done` steps would lose by ending now, with its newest checkpoint at step `last` (None: there is none)."""
     saved = "nothing has been saved" if last is None else f"the newest checkpoint is of step {last}"
-    return f"{saved}; {done - (last or 0)} steps are lost"
+    lost = done - (last or 0)
+    return f"{saved}; {counted(lost, 'step is', 'steps are')} lost"
 
 
 class StopRequest:

@@ -11,6 +11,7 @@ from fp8.recipe import FORMATS
 from model.config import ModelConfig
 from model.counts import FLOPS_FORMULA, flops_per_token, parameter_counts
 from training.config import Config
+from training.errors import counted
 from training.held_bytes import bytes_per_parameter
 from training.idle_keys import idle_keys
 from training.packing import SPLITS, packed_path
@@ -35,10 +36,10 @@ def describe(config: Config, world_size: int) -> str:
         f"{counts['non_embedding_active']:,} active without embedding and head; {counts['mtp']:,} more in the MTP layer",
         f"FLOPs/token       {flops:.4g}",
         f"                  {FLOPS_FORMULA}",
-        f"tokens/step       {config.tokens_per_step:,} = {config.train.global_batch} sequences x {config.data.seq_len}",
-        f"tokens in all     {config.tokens_per_step * config.train.steps:,} in {config.train.steps:,} steps",
+        f"tokens/step       {config.tokens_per_step:,} = {counted(config.train.global_batch, 'sequence')} x {config.data.seq_len}",
+        f"tokens in all     {config.tokens_per_step * config.train.steps:,} in {counted(config.train.steps, 'step')}",
         f"ranks             {world_size} = dp {dp} x tp {config.parallel.tp}, ep {config.parallel.ep}; "
-        f"{micro_batches} micro-batches of {config.train.micro_batch} a step on each",
+        f"{counted(micro_batches, 'micro-batch', 'micro-batches')} of {config.train.micro_batch} a step on each",
         "bytes/parameter   " + " + ".join(f"{value:.3f} {name}" for name, value in held.items())
         + f" = {sum(held.values()):.3f}; {stored * sum(held.values()) / 1e9:,.1f} GB over one set of ranks; "
         "a rank's memory and time: python -m tools.plan --config ...",

@@ -130,8 +130,8 @@ def source_of(path: str) -> str:
     return "a name that ends in .model can be trained, with `python -m tools.train_tokenizer --config ...`"
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Opens a `.model` file, a `tokenizer.json`, or a folder that holds one of them.
+def load_tokenizer(path: str, otherwise: str = "set data.tokenizer to an existing file") -> Tokenizer:
+    """Opens a `.model` file, a `tokenizer.json`, or a folder that holds one of them; `otherwise`: what to do where none is.
 
     Raises UserError for a missing or foreign file.
     """
@@ -142,7 +142,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             raise UserError(f"folder {path} holds neither tokenizer.json nor tokenizer.model")
         path = found[0]
     if not os.path.isfile(path):
-        raise UserError(f"tokenizer {path} does not exist; {source_of(path)}; or set data.tokenizer to an existing file")
+        raise UserError(f"tokenizer {path} does not exist; {source_of(path)}; or {otherwise}")
     return HuggingFaceTokenizer(path) if path.endswith(".json") else SentencePieceTokenizer(path)
 
 

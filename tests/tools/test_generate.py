@@ -82,7 +82,9 @@ def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         "no checkpoint at": ("--checkpoint", tmp_path),
         "is not the tokenizer that": ("--checkpoint", run, "--tokenizer", other.path),
         "unknown recipe 'fp9'": ("--checkpoint", run, "--recipe", "fp9"),
-        "must not be negative": ("--checkpoint", run, "--temperature", -1),
+        "--temperature -1 must be a finite number, 0 or more": ("--checkpoint", run, "--temperature", -1),
+        "--temperature nan must be": ("--checkpoint", run, "--temperature", "nan"),
+        "or name an existing file with --tokenizer": ("--checkpoint", run, "--tokenizer", tmp_path / "moved.model"),
     }
     for part, args in cases.items():
         assert call(monkeypatch, *args) == 2

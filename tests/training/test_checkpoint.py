@@ -103,6 +103,7 @@ def test_half_written_and_damaged_ones_are_skipped_with_a_warning(tmp_path: Path
     text = "\n".join(warnings)
     for part in ("step_00000005.tmp: a save that was", "state.json is damaged", "is shorter than", ".metadata is missing"):
         assert part in text
+    assert all(line.count("checkpoint ") <= 1 for line in warnings), text
 
 
 def test_interrupted_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

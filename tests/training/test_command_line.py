@@ -29,7 +29,7 @@ def call_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
 def test_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     assert call_main(monkeypatch, "--config", "configs/ling_mini.yaml", "train.steps=10", "--dry-run", "optim.warmup_steps=1") == 0
     out = capsys.readouterr().out
-    for part in ("steps: 10", "16,255,638,528 total", "FLOPs/token = 6", "18,022,400 = 4400 sequences x 4096", " = 17.018;",
+    for part in ("steps: 10", "16,255,638,528 total", "FLOPs/token = 6", "18,022,400 = 4,400 sequences x 4096", " = 17.018;",
                  "8 = dp 8 x tp 1"):  # fmt: skip
         assert part in out, part
 
@@ -44,7 +44,7 @@ def test_a_dry_run_refuses_what_no_run_could_use(base: Path, tmp_path: Path, cap
         "profile.start=7 is after the last step, train.steps=6": ["profile.start=7"],
         "2 problems": ["checkpoint.resume=nope", "log.reference=nope"],
         "start it with torchrun --nproc-per-node 2 ": ["parallel.ep=2", "--world-size", "1"],
-        "world = 0 must be at least 1": ["--world-size", "0"],
+        "error: --world-size 0 must be at least 1": ["--world-size", "0"],
     }
     for part, args in cases.items():
         assert train.main(["--config", str(base / "run.yaml"), "--dry-run", f"run.dir={tmp_path}/run", *args]) == 2, part

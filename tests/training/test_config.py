@@ -10,7 +10,8 @@ import pytest
 from tests.helpers import ROOT
 from training.config import Config, load_config
 from training.config_loading import leaves, parse_scalar
-from training.errors import UserError
+from training.errors import UserError, counted
+from training.summary import describe
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -71,6 +72,26 @@ def test_unknown_key_names_the_nearest_and_the_line(tmp_path: Path) -> None:
     assert f"{path}:4: modle is not a key" in text
     assert "command line: lr is not a key; did you mean optim.lr?" in text
     assert "zzz.qqq is not a key" in text
+
+
+def test_only_near_names_are_suggested() -> None:
+    """A common section is no likeness; a key's own name in another section is."""
+    for key, near in (
+        ("model.bogus", None), ("zzz.qqq", None), ("model.topk_grop", "model.topk_group"), ("optm.lr", "optim.lr"),
+        ("train.lr", "optim.lr"), ("trian.stepz", "train.steps"), ("model.seq_len", "data.seq_len"),
+    ):  # fmt: skip
+        said = message(TINY, f"{key}=1")
+        assert (f"{key} is not a key; did you mean {near}?" in said) if near else said.endswith("is not a key"), said
+
+
+def test_messages_name_keys_and_count_in_words() -> None:
+    said = message(TINY, "model.hidden_size=200", "parallel.tp=16", "train.global_batch=16", world_size=16)
+    assert "model.hidden_size = 200 is not a multiple of 128" in said and "model hidden" not in said
+    assert "model.num_attention_heads 8 is not a multiple of tp 16" in said
+    assert "parallel.tp = 0 must be at least 1" in message(TINY, "parallel.tp=0")
+    assert "here are 1 process and" in message(TINY, "parallel.simulated_ranks=3")
+    assert (counted(1, "GPU"), counted(2000, "GPU"), counted(0, "process", "processes")) == ("1 GPU", "2,000 GPUs", "0 processes")
+    assert "1 micro-batch of 4 a step" in describe(load_config(TINY), 1)
 
 
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:

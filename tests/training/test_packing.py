@@ -62,7 +62,8 @@ def test_up_to_date_until_text_settings_or_tokenizer_change(tmp_path):
     assert "does not exist" in stale_reason(config, TOKENIZER)
     pack(config)
     assert stale_reason(config, TOKENIZER) is None
-    assert "max_bytes" in stale_reason(text_config(tmp_path, max_bytes=5), TOKENIZER)
+    assert "(max_bytes differs)" in stale_reason(text_config(tmp_path, max_bytes=5), TOKENIZER)
+    assert "(max_documents, max_bytes differ)" in stale_reason(text_config(tmp_path, max_bytes=5, max_documents=1), TOKENIZER)
     other = ByteTokenizer()
     other.fingerprint = "e" * 64
     assert "ffffffffffff" in stale_reason(config, other) and "eeeeeeeeeeee" in stale_reason(config, other)
@@ -155,10 +156,11 @@ def test_damaged_packed_files_are_named(tmp_path):
         PackedDataset(path, 4, tokenizer="ab" * 32)
     with pytest.raises(UserError, match=r"10 tokens, fewer than the 65"):
         PackedDataset(path, 64)
-    with open(path, "r+b") as file:
-        file.truncate(11)
-    with pytest.raises(UserError, match=r"train\.bin has 11 bytes.*20"):
-        PackedDataset(path, 4)
+    for size, what in ((11, "truncated"), (22, "too long")):
+        with open(path, "r+b") as file:
+            file.truncate(size)
+        with pytest.raises(UserError, match=rf"train\.bin has {size} bytes.*20: {what}"):
+            PackedDataset(path, 4)
     description = path.replace(".bin", ".json")
     for content, message in [("{", "damaged"), ("[]", "damaged"), ('{"format": 1}', "damaged"), ('{"format": 9}', "9")]:
         with open(description, "w") as file:
