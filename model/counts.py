@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from model.config import ModelConfig
 
-FLOPS_FORMULA = (
-    "FLOPs/token = 6 * (active matrix parameters, head included, embedding look-up excluded) "
-    "+ 6 * layers * seq_len * heads * head_dim (causal attention); MTP adds its layer and a second pass of the head"
-)
+FLOPS_FORMULA = "6 x matrix parameters of a token + causal attention: docs/usage.md#what-a-run-prints"
 
 
 def _attention(c: ModelConfig) -> int:
@@ -45,7 +42,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Training FLOPs of one token (forward + backward, 2 a multiply-add), per `FLOPS_FORMULA`; recomputation is not counted."""
+    """Training FLOPs of one token (forward + backward, 2 a multiply-add) by the formula in docs/usage.md, without recomputation."""
     c = config
     counts = parameter_counts(c)
     table = c.vocab_size * c.hidden_size

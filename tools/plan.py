@@ -40,7 +40,7 @@ def describe_model(config: Config, states: States) -> list[str]:
     stored = counts["total"] + counts["mtp"]
     return [
         f"parameters     {counts['total']:,} total, {counts['active']:,} active a token; MTP layer {counts['mtp']:,} more",
-        f"FLOPs/token    {flops:.4g}   ({FLOPS_FORMULA})",
+        f"FLOPs/token    {flops:.4g} ({FLOPS_FORMULA})",
         f"a step         {tokens:,} tokens in {counted(config.train.global_batch, 'sequence')}, {tokens * flops:.4g} FLOPs",
         "bytes/param    " + " + ".join(f"{v:.3f} {k}" for k, v in each.items()) + f" = {sum(each.values()):.3f}; "
         f"{stored * sum(each.values()) / GB:,.1f} GB over one set of ranks",

@@ -122,7 +122,7 @@ class Throughput:
     def formula(self) -> str:
         """What TFLOP/s and MFU mean, for the log's head."""
         peak = f"MFU is against {self.peak:.0f} TFLOP/s (dense BF16)" if self.peak else "no MFU: peak of this device unknown"
-        return f"{FLOPS_FORMULA} = {self.flops_per_token:.4g}; TFLOP/s are per device; {peak}"
+        return f"FLOPs/token {self.flops_per_token:.4g} ({FLOPS_FORMULA}); TFLOP/s are per device; {peak}"
 
     def read(self, phases: dict[str, float]) -> dict[str, float]:
         """tokens_per_s (all ranks), tflops and mfu per device, seconds per step by phase, memory in GB."""

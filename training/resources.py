@@ -45,15 +45,17 @@ class Resources:
         return found
 
     def peak(self, device: torch.device) -> str:
-        """Memory by class at its peak so far, in GiB, beside what BF16 training with FP32 AdamW holds before any activation."""
+        """Memory by class at its peak so far, in GiB, beside what BF16 training with FP32 AdamW holds, both without activations."""
         kept, parameters = max(self._kept, self.model.stash.account.peak), bytes_report(self.optimizer)["parameters"]
-        parts = classes(self.optimizer) | {"activations kept": kept}
+        held = classes(self.optimizer)
+        parts = held | {"activations kept": kept}
         total = sum(parts.values())
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
             parts["everything else"], total = peak - total, peak
         text = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-        return f"{text} = {total / GIB:.2f} GiB; BF16 and FP32 AdamW: {BASELINE * parameters / GIB:.2f} without activations"
+        both = f"{sum(held.values()) / GIB:.2f}, BF16 and FP32 AdamW {BASELINE * parameters / GIB:.2f}"
+        return f"{text} = {total / GIB:.2f} GiB; without activations {both}"
 
 
 def classes(optimizer: AdamW) -> dict[str, int]:

@@ -34,8 +34,7 @@ def describe(config: Config, world_size: int) -> str:
         config.to_yaml(),
         f"parameters        {counts['total']:,} total, {counts['active']:,} active, "
         f"{counts['non_embedding_active']:,} active without embedding and head; {counts['mtp']:,} more in the MTP layer",
-        f"FLOPs/token       {flops:.4g}",
-        f"                  {FLOPS_FORMULA}",
+        f"FLOPs/token       {flops:.4g} ({FLOPS_FORMULA})",
         f"tokens/step       {config.tokens_per_step:,} = {counted(config.train.global_batch, 'sequence')} x {config.data.seq_len}",
         f"tokens in all     {config.tokens_per_step * config.train.steps:,} in {counted(config.train.steps, 'step')}",
         f"ranks             {world_size} = dp {dp} x tp {config.parallel.tp}, ep {config.parallel.ep}; "

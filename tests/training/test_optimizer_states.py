@@ -187,13 +187,14 @@ def test_peak_by_class_adds_up_and_names_what_bf16_training_would_hold(tmp_path:
     before = resources.peak(torch.device("cpu"))
     resources.read(1)  # logging starts a new account; the run's peak stays
     assert resources.peak(torch.device("cpu")) == before
-    classes, total, baseline = re.fullmatch(
-        r"(.*) = ([\d.]+) GiB; BF16 and FP32 AdamW: ([\d.]+) without activations", before
+    classes, total, held, baseline = re.fullmatch(
+        r"(.*) = ([\d.]+) GiB; without activations ([\d.]+), BF16 and FP32 AdamW ([\d.]+)", before
     ).groups()
     sizes = {name: float(size) for name, size in re.findall(r"([a-z ]+) ([\d.]+)", classes)}
     report = bytes_report(run.optimizer)
     assert set(sizes) == {"weights", " gradients", " optimizer states", " activations kept"}
     assert abs(sum(sizes.values()) - float(total)) < 0.03
+    assert abs(float(held) - (float(total) - sizes[" activations kept"])) < 0.03
     assert abs(float(baseline) - 16 * report["parameters"] / 2**30) < 0.01
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from parallel.mesh import Mesh
 from tests.helpers import ROOT, run_train
 from tests.training.runs import config_of, losses
 from training.errors import UserError
-from training.metrics import Metrics, read_metrics
+from training.metrics import Metrics, Throughput, read_metrics
 
 
 def test_metrics_file_has_what_people_plot(straight: dict[str, Any]) -> None:
@@ -41,6 +42,16 @@ def test_the_last_line_names_what_there_is(straight: dict[str, Any], base: Path)
     (straight["dir"] / "profile").mkdir()
     assert metrics.written().endswith("checkpoints/, profile/")
     (straight["dir"] / "profile").rmdir()
+
+
+def test_the_head_of_a_run_is_short_and_leads_to_what_its_lines_mean() -> None:
+    """The page explains the formula, `load` and `peak`."""
+    head = Throughput(1, 4.411e7, 1, torch.device("cpu")).formula()
+    page, _, anchor = re.search(r"docs/\S+?(?=[;)\s])", head)[0].partition("#")
+    title = "### What a run prints\n"
+    section = (ROOT / page).read_text(encoding="utf-8").partition(title)[2].partition("\n## ")[0]
+    assert len(head) < 200 and anchor == title[4:-1].lower().replace(" ", "-")
+    assert "`load 2.54x`" in section and "6 * layers * seq_len * heads * head_dim" in section and "`peak`" in section
 
 
 @pytest.mark.parametrize(("settings", "warned"), [
