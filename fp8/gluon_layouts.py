@@ -1,4 +1,6 @@
-"""What kernels in Gluon need beside `tl`: layouts. Under Triton's interpreter, where those mean nothing, the same names do without.
+"""What kernels in Gluon share: layouts, which `tl` does not have, and a masked store.
+
+Under Triton's interpreter, where layouts mean nothing, the same names do without.
 
 Register bases, lanes and warps of a layout are what decides which values a thread holds; see the kernels for why.
 """
@@ -46,3 +48,12 @@ else:
     def converted(x, LAYOUT: gl.constexpr):
         """x in another layout."""
         return gl.convert_layout(x, LAYOUT)
+
+
+@jit
+def store(at, value, ok, FULL: tl.constexpr):
+    """Where `ok` holds, or everywhere: a tile that lies in the matrix as a whole needs no mask."""
+    if FULL:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=ok)

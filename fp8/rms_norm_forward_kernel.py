@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from fp8.block_forms import UPPER, both_halves, high_half, low_half, pack_bf16, peaks, times
-from fp8.gluon_layouts import jit, places, sliced
+from fp8.gluon_layouts import jit, places, sliced, store
 from fp8.launch import cdiv, next_power_of_2
 from fp8.quantize_device import encode, pow2_scale
 from fp8.quantize_kernels import BLOCK, INTERPRETED
@@ -95,14 +95,6 @@ def _codes(first, second, HARDWARE: tl.constexpr):
         return (encode(first) | (encode(second) << 8)).to(tl.int16)
 
 
-@jit
-def _store(at, value, ok, FULL: tl.constexpr):
-    if FULL:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=ok)
-
-
 @jit(do_not_specialize=["plain", "quantize"])
 def rms_norm_pairs(
     h_ptr, w_ptr, x_ptr, q_ptr, si_ptr, rows, dim, inverse_dim, eps, plain, quantize,
@@ -132,11 +124,11 @@ def rms_norm_pairs(
     w_first, w_second = w.to(tl.int32).to(tl.float32, bitcast=True), (w >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     x = pack_bf16(low_half(n) * w_first, high_half(n) * w_second, HARDWARE)
     if plain != 0:
-        _store(x_ptr + offset, x, ok, FULL)
+        store(x_ptr + offset, x, ok, FULL)
     if quantize != 0:
         peak = peaks(x, 2, HARDWARE)
         multiplier, inverse = pow2_scale(tl.maximum(peak << 16, peak & UPPER))
         y = times(x, tl.expand_dims(both_halves(multiplier), 2), HARDWARE)
-        _store(q_ptr + offset, _codes(low_half(y), high_half(y), HARDWARE), ok, FULL)
+        store(q_ptr + offset, _codes(low_half(y), high_half(y), HARDWARE), ok, FULL)
         si_ok = tl.expand_dims(row < rows, 1) & tl.expand_dims(block * 64 < pairs, 0)
-        _store(si_ptr + tl.expand_dims(block.to(tl.int64), 0) * rows + tl.expand_dims(row, 1), inverse, si_ok, FULL)
+        store(si_ptr + tl.expand_dims(block.to(tl.int64), 0) * rows + tl.expand_dims(row, 1), inverse, si_ok, FULL)

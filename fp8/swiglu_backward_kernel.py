@@ -8,14 +8,13 @@ one form to the other, as Triton would, a block leaves no room for a second CTA;
 Rows go four at a time: group i of buffer j is row 4i + j of the block, so that a word of the column form is four buffers' work.
 """
 
-import triton
 import triton.language as tl
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from fp8.block_forms import UPPER, encode_pairs, high_half, larger, low_half, pack_bf16, peaks, row_scales, times
 from fp8.device_math import LOG2_E, reciprocal_of_1_plus_exp2
+from fp8.gluon_layouts import jit, places, sliced, store
 from fp8.gluon_names import load_async
 from fp8.quantize_device import pack4, pow2_scale, unpack4
 from fp8.quantize_kernels import INTERPRETED
@@ -36,7 +35,6 @@ PAIRS = tl.constexpr(gl.SwizzledSharedLayout(vec=4, per_phase=4, max_phase=8, or
 PLAIN = tl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0]))
 
 if INTERPRETED:  # layouts mean nothing there, and shared memory is a name for a value
-    jit = triton.jit
 
     class _Buffer:
         def store(self, value: tl.tensor) -> None:
@@ -47,9 +45,6 @@ if INTERPRETED:  # layouts mean nothing there, and shared memory is a name for a
 
     _pairs = _words = _Buffer
 
-    def _places(layout: object, dim: object) -> tl.tensor:
-        return tl.arange(0, 32)
-
     def _copy(buffer: _Buffer, at: tl.tensor, ok: tl.tensor, FULL: tl.constexpr) -> None:
         buffer.store(tl.load(at, mask=ok, other=0))
 
@@ -57,7 +52,6 @@ if INTERPRETED:  # layouts mean nothing there, and shared memory is a name for a
         pass
 
 else:
-    jit = gluon.jit
 
     @jit
     def _pairs():
@@ -66,10 +60,6 @@ else:
     @jit
     def _words():
         return gl.allocate_shared_memory(gl.int64, [32, 32], PLAIN)
-
-    @jit
-    def _places(LAYOUT: gl.constexpr, DIM: gl.constexpr):
-        return gl.arange(0, 32, layout=gl.SliceLayout(DIM, LAYOUT))
 
     @jit
     def _copy(buffer, at, ok, FULL: gl.constexpr):
@@ -118,19 +108,11 @@ def _row_gradients(g, u, da, gate, up, w, HARDWARE: tl.constexpr):
 
 
 @jit
-def _store(at, value, ok, FULL: tl.constexpr):
-    if FULL:
-        tl.store(at, value)
-    else:
-        tl.store(at, value, mask=ok)
-
-
-@jit
 def _store_rows(q_at, si_at, lo, hi, ok, FULL: tl.constexpr, HARDWARE: tl.constexpr):
     """Codes of 32 rows with 1x128 tiles."""
     multiplier, inverse = row_scales(lo, hi, HARDWARE)
-    _store(si_at, inverse, ok, FULL)
-    _store(q_at, encode_pairs(lo, hi, tl.expand_dims(multiplier, 1), HARDWARE), tl.expand_dims(ok, 1), FULL)
+    store(si_at, inverse, ok, FULL)
+    store(q_at, encode_pairs(lo, hi, tl.expand_dims(multiplier, 1), HARDWARE), tl.expand_dims(ok, 1), FULL)
 
 
 @jit
@@ -163,13 +145,13 @@ def _row_pass(
     b1.store(g23)
     b2.store(u01)
     b3.store(u23)
-    inside = 4 * _places(BY_ROWS, 1) + j
+    inside = 4 * places(32, sliced(1, BY_ROWS)) + j
     ok, row = first + inside < rows, first.to(tl.int64) + inside
     of_gate, of_up = cb.to(tl.int64) * rows, (cb + words // 32).to(tl.int64) * rows
     if WEIGHTED:
-        _store(dw_ptr + of_gate + row, part, ok, FULL)
+        store(dw_ptr + of_gate + row, part, ok, FULL)
     q_at = q_ptr + (first.to(tl.int64) * (2 * words) + cb * 32)
-    q_at += tl.expand_dims(inside, 1) * (2 * words) + tl.expand_dims(_places(BY_ROWS, 0), 0)
+    q_at += tl.expand_dims(inside, 1) * (2 * words) + tl.expand_dims(places(32, sliced(0, BY_ROWS)), 0)
     _store_rows(q_at, si_ptr + of_gate + row, g01, g23, ok, FULL, HARDWARE)
     _store_rows(q_at + words, si_ptr + of_up + row, u01, u23, ok, FULL, HARDWARE)
     return b0, b1, b2, b3
@@ -178,7 +160,7 @@ def _row_pass(
 @jit
 def _constants(j, hsi_ptr, w_ptr, first, cb, rows, words, WEIGHTED: tl.constexpr, FULL: tl.constexpr):
     """(scale of g, scale of u, routing weight) of rows 4i + j."""
-    row = first + 4 * _places(BY_ROWS, 1) + j
+    row = first + 4 * places(32, sliced(1, BY_ROWS)) + j
     gate_at, up_at = hsi_ptr + cb.to(tl.int64) * rows + row, hsi_ptr + (cb + words // 32).to(tl.int64) * rows + row
     w = 1.0
     if FULL:
@@ -195,12 +177,13 @@ def _constants(j, hsi_ptr, w_ptr, first, cb, rows, words, WEIGHTED: tl.constexpr
 @jit
 def _copy_rows(j, codes_g, codes_u, wide_da, hq_ptr, da_ptr, first, cb, rows, words, FULL: tl.constexpr):
     """Begins to copy rows 4i + j of g, of u and of da."""
-    inside = tl.expand_dims(4 * _places(COPY_CODES, 1) + j, 1)
-    at = hq_ptr + (first.to(tl.int64) * (2 * words) + cb * 32) + inside * (2 * words) + tl.expand_dims(_places(COPY_CODES, 0), 0)
+    inside = tl.expand_dims(4 * places(32, sliced(1, COPY_CODES)) + j, 1)
+    at = hq_ptr + (first.to(tl.int64) * (2 * words) + cb * 32) + inside * (2 * words)
+    at += tl.expand_dims(places(32, sliced(0, COPY_CODES)), 0)
     _copy(codes_g, at, first + inside < rows, FULL)
     _copy(codes_u, at + words, first + inside < rows, FULL)
-    inside = tl.expand_dims(4 * _places(COPY_BF16, 1) + j, 1)
-    at = da_ptr + (first.to(tl.int64) * words + cb * 32) + inside * words + tl.expand_dims(_places(COPY_BF16, 0), 0)
+    inside = tl.expand_dims(4 * places(32, sliced(1, COPY_BF16)) + j, 1)
+    at = da_ptr + (first.to(tl.int64) * words + cb * 32) + inside * words + tl.expand_dims(places(32, sliced(0, COPY_BF16)), 0)
     _copy(wide_da, at, first + inside < rows, FULL)
 
 
@@ -235,8 +218,8 @@ def swiglu_backward(
     r2 = _row_pass(2, g2, u2, d2, c2, q_ptr, si_ptr, dw_ptr, first, cb, rows, words, WEIGHTED, FULL, HARDWARE)
     r3 = _row_pass(3, g3, u3, d3, c3, q_ptr, si_ptr, dw_ptr, first, cb, rows, words, WEIGHTED, FULL, HARDWARE)
 
-    word = cb * 128 + 4 * _places(BY_COLUMNS, 0)
-    qt_at = qt_ptr + rb * 32 + tl.expand_dims(word.to(tl.int64), 0) * words_t + tl.expand_dims(_places(BY_COLUMNS, 1), 1)
+    word = cb * 128 + 4 * places(32, sliced(0, BY_COLUMNS))
+    qt_at = qt_ptr + rb * 32 + tl.expand_dims(word.to(tl.int64), 0) * words_t + tl.expand_dims(places(32, sliced(1, BY_COLUMNS)), 1)
     sit_at = sit_ptr + rb.to(tl.int64) * (2 * width) + word
     half = width.to(tl.int64) * words_t
     _store_columns(r0[0], r1[0], r2[0], r3[0], qt_at, sit_at, words_t, HARDWARE)
