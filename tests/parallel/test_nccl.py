@@ -78,9 +78,8 @@ LAYOUTS = {
     "ep=2, graph": Layout(ep=2, zero=1, overlap=True, graph=True),
     "ep=2, peer copies, graph": Layout(ep=2, zero=1, overlap=True, graph=True, peer=True),
 }
-# of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places. One BF16 process
-# that reads the rows of its batches in another order lies up to 0.81 % from itself in these 20 steps (docs/performance.md)
-BOUNDS = {"fp32": 1e-5, "bf16": 1e-2, "block": 2e-2}
+# of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places
+BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "block": 2e-2}
 # of the gradient norm in step 1, where weights are the same: elements rounded apart by e (2^-9, FP8 0.027, an FP8-LM sum 0.06) move
 # a norm by e^2 / 2, which is 0.002 at most; experts chosen at near ties, and shared KV heads' halves under tp, add what is left.
 # Later norms are not held to anything: steps without warmup spike, and the same steps with rows reversed lie as far apart.
