@@ -23,8 +23,8 @@ def _product(
     parts_desc,
     out_ptr,
     rows,
-    depth,
-    experts,
+    depth: tl.constexpr,  # with run-time sizes ptxas waits after every WGMMA: 95 instead of 77 us at 16k tokens
+    experts: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,

@@ -144,11 +144,12 @@ def test_more_kernels_and_edge_shapes_compile_without_spills(case: tuple, tmp_pa
     unspilled(compiled, tmp_path)
 
 
-def test_the_routers_product_compiles_without_spills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{"depth": 2048, "experts": 256}, {"depth": 72, "experts": 128}], ids=str)
+def test_the_routers_product_compiles_without_spills(sizes: dict[str, int], tmp_path: Path) -> None:
     """Its three products of a step are on the tensor cores, two 64-row halves each, and what they read comes by the copy engine."""
     m = router_gemm_kernel
     blocks = {"x_desc": f"tensordesc<bf16[{m.ROWS}, {m.DEPTH}]>", "parts_desc": f"tensordesc<bf16[{m.COLS}, {m.DEPTH}]>"}
-    constants = dict(ROWS=m.ROWS, COLS=m.COLS, DEPTH=m.DEPTH, STAGES=m.STAGES)
+    constants = dict(ROWS=m.ROWS, COLS=m.COLS, DEPTH=m.DEPTH, STAGES=m.STAGES, **sizes)
     compiled = compiled_for(90, m, "_product", blocks, constants, m.WARPS)
     assert compiled.metadata.shared <= SHARED_BYTES
     sass = unspilled(compiled, tmp_path)

@@ -96,6 +96,9 @@ class Trip:
     rows: int
     seq: int
     cuda: bool
+    lr: float = 1e-3
+    warmup: int = 1
+    seed: int = 5
     shared: bool = False  # all ranks on one GPU, which NCCL refuses: over gloo, by way of the host
 
     def device(self, rank: int) -> torch.device:
@@ -121,7 +124,7 @@ class Sailor:
         attach_auto_scale(self.model, mesh, layout.grad_wire)
         adamw = 0.9, 0.95, 1e-8, 0.1, states_named("fp32")
         self.optimizer: AdamW = make_optimizer(self.model, mesh, layout.zero, "rows", layout.overlap, *adamw)
-        for name, _, value in initial_values(self.model, seed=5):
+        for name, _, value in initial_values(self.model, seed=trip.seed):
             self.optimizer.set_master(name, value)
         self.named, mu = list(weights(self.model)), getattr(self.model, "grad_scale", None)
         self.reducer: GradReducer = make_reducer(self.named, mesh, self.optimizer, layout.grad_wire, zero=layout.zero, auto=mu)
@@ -143,7 +146,7 @@ class Sailor:
         self.reducer.finish()
         norm = self.reducer.norm()
         update_scales(self.model, partial(all_reduce, axis=self.mesh.world, kind="test", op="max"))
-        self.optimizer.step(1e-3, 1.0 / norm.clamp(min=1.0))
+        self.optimizer.step(self.trip.lr * min(1.0, (number + 1) / self.trip.warmup), 1.0 / norm.clamp(min=1.0))
         update_expert_bias(self.model, self.mesh.world, 1e-3)
         return all_reduce(losses.ce_sum.detach().clone(), self.mesh.dp, "test").item() / valid.ce.item(), norm.item()
 
@@ -152,6 +155,10 @@ class Sailor:
         self.optimizer.settle()
         compare_replicas(self.model, self.mesh, last)  # weights, scales, router, bias: raises where one bit differs
         return [loss for loss, _ in found], [norm for _, norm in found]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the last step, summed over ranks: each weight's local pieces, one after the other."""
+        return {n: torch.cat([w.main_grad[p.local].flatten().float() for p in w.pieces]) for n, w in self.named}
 
     def fingerprints(self) -> dict[Any, int]:
         """By name and place in the whole model; two ranks that hold the same place must agree."""
