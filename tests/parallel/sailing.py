@@ -86,8 +86,8 @@ class Trip:
     lr: float = 1e-3
     warmup: int = 1
     seed: int = 5
-    lr: float = 6e-4  # small's, reached after `warmup` steps
-    warmup: int = 20
+    lr: float = 6e-4  # small's, reached after `warmup` steps (small's are 200)
+    warmup: int = 60
     shared: bool = False  # all ranks on one GPU, which NCCL refuses: over gloo, by way of the host
 
     def device(self, rank: int) -> torch.device:

@@ -18,12 +18,14 @@ from tests.helpers import largest, run_ranks
 from tests.parallel.layouts import CONFIG
 from tests.parallel.sailing import CUT, LAYOUTS, Layout, Sailor, Trip, enter, mesh_of
 
-# of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places
-BOUNDS = {"fp32": 1e-5, "bf16": 5e-3, "block": 2e-2}
+# of the loss in each step against one process's: FP32 sums in another order; BF16 and FP8 round in other places. Ten and six times
+# the most that was seen. One process that reads the rows of each batch in another order is off by 1e-5 and 2e-5 itself. With a
+# learning rate of 1e-3 from the first step on it is by 1e-2: past eight steps such runs go wherever their last bits lead, and no
+# bound holds.
+BOUNDS = {"fp32": 1e-5, "bf16": 1e-4, "block": 5e-4}
 # of the gradient norm in step 1, where weights are the same: elements rounded apart by e (2^-9, FP8 0.027, an FP8-LM sum 0.06) move
-# a norm by e^2 / 2, which is 0.002 at most; experts chosen at near ties, and shared KV heads' halves under tp, add what is left.
-# Later norms are not held to anything: the same steps with rows reversed lie as far apart.
-FIRST_NORM = {"fp32": 1e-5, "bf16": 1e-2, "block": 2e-2}
+# a norm by e^2 / 2, which is 0.002 at most; experts chosen at near ties, and shared KV heads' halves under tp, add what is left
+FIRST_NORM = {"fp32": 1e-5, "bf16": 1e-4, "block": 2e-3}
 # of each weight's gradient in step 1 against FP32's: over the error that one process has of its own. A layout rounds sums over tp
 # and ep once more to BF16, or twice to E4M3 (2 x 0.0265^2 beside the square of the smallest error there is, 0.0266: sqrt(3)).
 OVER_ONE_PROCESS = {"bf16": 1.5, "fp8": 2.0}
@@ -134,8 +136,17 @@ def test_resume_from_dp_to_ep_to_one_gpu(tmp_path: Path) -> None:
 def test_two_ranks_on_one_gpu(tmp_path: Path, recipe: str) -> None:
     """What runs around the wire, where there is one GPU: every kernel of dispatch, gradients and weights between two ranks."""
     few = ["ep=2, counted", "tp=2, ep=2, FP8 sums", "dp=2, zero 1, FP8 gradients, gather overlapped", "dp=2, zero 2, FP8-LM"]
-    trip = replace(ON_GPU, recipe=recipe, steps=3, shared=True)
-    check(run_ranks(2, compare, "", trip, PLAIN + (few if recipe == "block" else []), timeout=120.0), recipe)
+    names = ["one process, rows reversed", *PLAIN, *(few if recipe == "block" else [])]
+    check(run_ranks(2, compare, "", replace(ON_GPU, recipe=recipe, shared=True), names, timeout=200.0), recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_resume_from_layout_to_layout_on_one_gpu(tmp_path: Path) -> None:
+    trip = replace(ON_GPU, steps=3, shared=True, config=replace(CUT, num_hidden_layers=2, num_nextn_predict_layers=0))
+    losses, other = run_ranks(2, resumed, "", trip, str(tmp_path), timeout=120.0)
+    truth = compare(0, 1, "", trip, [])["solo"]["losses"]
+    assert largest(abs(a / b - 1) for a, b in zip(losses, truth, strict=True)) < BOUNDS["block"] and losses[:2] == other[:2]
 
 
 ON_CPU = Trip(CONFIG, "fp32", 3, 4, 32, False, lr=1e-3, warmup=1)
