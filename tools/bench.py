@@ -17,6 +17,7 @@ COMMANDS = {
     "optimizer": ("tools.bench_optimizer", "optimizer step and gradient norm, as a share of the copy rate"),
     "states": ("tools.bench_states", "how well stored Adam moments follow exact ones"),
     "gradients": ("tools.bench_gradients", "validation loss and gradients of recipes at the same trained weights"),
+    "rounding": ("tools.bench_rounding", "loss and gradients of one checkpoint by what is rounded: class of GEMM, weights, inputs"),
     "reduction": ("tools.bench_reduction", "what each gradient wire loses on the gradients of a run"),
     "comm": ("tools.bench_comm", "what travels between ranks: bytes, casts, and time on a wire"),
     "kernels": ("tools.bench_kernels", "expert GEMMs and quantise kernels of fp8/ on one GPU"),
