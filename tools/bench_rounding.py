@@ -5,7 +5,7 @@ under many settings: all in BF16 or in `block`, one class of GEMMs in the one an
 
     loss       cross-entropy of the main head; the gap to BF16 is the mean over sequences of the paired difference, with its
                standard error; `choices`: share of (token, expert) pairs that BF16 did not choose. One rounding of the weights
-               raises or lowers the loss by chance: where weights alone are rounded, several roundings are averaged
+               raises or lowers the loss by chance (`of roundings`: by how much), so that most rows average several
     gradients  each weight's gradient under a setting against FP32's, summed over 1, 4, 16 ... micro-batches; all of a class:
         error         |g - g_fp32| / |g_fp32| of the sums
         if noise      what the last would be if micro-batches erred independently; where it is larger, something lasts
@@ -87,11 +87,11 @@ def loss_table(like: Transformer, batches: Batches, settings: Sequence[Setting],
 
     Args:
         like: the trained model in FP32.
-        count: roundings of weights whose losses are averaged where weights alone are rounded.
+        count: roundings of weights whose losses are averaged, where a setting wants many.
     """
     masters, model, base, chosen = {name: w.data for name, w in weights(like)}, new_model(like), None, None
     tokens = sum(t.numel() for t, _ in batches)
-    print(f"{tokens} tokens; weights alone: mean over {count} roundings, and the standard deviation of one\n")
+    print(f"{tokens} tokens; of roundings: the row is a mean over {count} roundings of weights, the standard deviation of one\n")
     print("| setting | loss | gap to bf16 | standard error | of roundings | choices |\n" + "|---" * 6 + "|")
     rows = []
     for setting in (*settings, Setting("fp32", Recipe.fp32())):
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--what", choices=("loss", "gradients"), help="one of the two tables alone")
     parser.add_argument("--sequences", type=at_least(2), default=384, help="of the loss's text")
     parser.add_argument("--batch", type=at_least(2), default=16, help="sequences at a time for the loss")
-    parser.add_argument("--roundings", type=at_least(1), default=4, help="of weights, for the loss where they alone are rounded")
+    parser.add_argument("--roundings", type=at_least(1), default=4, help="of weights, over which the loss of a setting is averaged")
     parser.add_argument("--micro-batches", type=at_least(1), default=16, help="of the gradients; of training text")
     parser.add_argument("--micro-batch", type=at_least(1), default=4, help="sequences in one")
     parser.add_argument("--split", choices=("validation", "train"), default="validation", help="text of the loss")

@@ -56,6 +56,7 @@ class Setting:
         swiglu: what forward's SwiGLU reads: pre-activations as the recipes say, "unrounded", or "rounded" to E4M3 in any case.
         same_experts: the reference's choice of experts in place of its own.
         reverse: sequences of a batch in reverse: the same sums in another order.
+        many: measured with several roundings of the weights, of which one alone moves the loss up or down by chance.
         stretch: weights are rounded at so many times their size: another rounding, as good as the one at 1, of the same weights.
     """
 
@@ -66,6 +67,7 @@ class Setting:
     swiglu: str = ""
     same_experts: bool = False
     reverse: bool = False
+    many: bool = False
     stretch: float = 1.0
 
     def of(self, kind: str) -> Recipe:
@@ -75,19 +77,24 @@ class Setting:
 def forward_settings() -> list[Setting]:
     """Those of the loss; the first is what the others are compared with."""
     found = [Setting("bf16", BF16), Setting("bf16, sequences in reverse", BF16, reverse=True), Setting("block", BLOCK)]
-    found += [Setting("block, same experts", BLOCK, same_experts=True), Setting("weights alone", WEIGHTS)]
-    found += [Setting("inputs alone", INPUTS), Setting("inputs alone, SwiGLU unrounded", INPUTS, swiglu="unrounded")]
+    found += [Setting("block, same experts", BLOCK, same_experts=True), Setting("block, on average", BLOCK, many=True)]
+    found += [Setting("weights alone", WEIGHTS, many=True), Setting("inputs alone", INPUTS)]
+    found += [Setting("inputs alone, SwiGLU unrounded", INPUTS, swiglu="unrounded")]
     found += [Setting("pre-activations of SwiGLU alone", BF16, swiglu="rounded")]
-    found += [Setting("block, SwiGLU unrounded", BLOCK, swiglu="unrounded")]
+    found += [Setting("block, SwiGLU unrounded, on average", BLOCK, swiglu="unrounded", many=True)]
     for kind in CLASSES:
-        found += [Setting(f"block but {kind} in bf16", BF16, (kind,), BLOCK), Setting(f"{kind} alone", BLOCK, (kind,))]
-        found += [Setting(f"{kind}, weights alone", WEIGHTS, (kind,)), Setting(f"{kind}, inputs alone", INPUTS, (kind,))]
+        found += [Setting(f"block but {kind} in bf16, on average", BF16, (kind,), BLOCK, many=True)]
+        found += [
+            Setting(f"{kind} alone", BLOCK, (kind,), many=True),
+            Setting(f"{kind}, weights alone", WEIGHTS, (kind,), many=True),
+        ]
+        found += [Setting(f"{kind}, inputs alone", INPUTS, (kind,))]
     return found + [Setting("mx", Recipe.mx()), Setting("tensorwise_current", Recipe.tensorwise_current())]
 
 
 def roundings(setting: Setting, count: int) -> list[Setting]:
-    """The setting with `count` other roundings of its weights, between one power of two and the next."""
-    return [replace(setting, stretch=2 ** ((i + 0.5) / count)) for i in range(count)] if setting.recipe == WEIGHTS else [setting]
+    """The setting with `count` roundings of its weights, at sizes between one power of two and the next, where it wants many."""
+    return [replace(setting, stretch=2 ** ((i + 0.5) / count)) for i in range(count)] if setting.many else [setting]
 
 
 def gradient_settings() -> list[Setting]:

@@ -101,7 +101,7 @@ def test_roundings_are_of_the_same_weights() -> None:
     master = dict(weights(like))["head"].data
     made = [
         dict(weights(under(like, s)))["head"].data.float()
-        for s in (Setting("", BLOCK, ("head",)), *roundings(Setting("", WEIGHTS), 3))
+        for s in (Setting("", BLOCK, ("head",)), *roundings(Setting("", WEIGHTS, many=True), 3))
     ]
     assert made[0].shape == made[1].shape and len(made) == 4
     for i, value in enumerate(made[1:]):
