@@ -1,6 +1,6 @@
 """Parts of a layer, forward and backward, FP8 against BF16 in the same run: `python -m tools.bench layer`.
 
-Each part runs alone on random tokens, with the routing that random weights give, gradients of weights written (not added) in FP32.
+Each part runs alone on random tokens, with the routing that random weights give, gradients of weights written (not added).
 Times are medians over alternating rounds, by CUDA events; "graph" is the sum once more as one CUDA graph, so without gaps between
 launches, "roofline" the share that tools/roofline.py's least time has of it. `--profile DIR` also saves a trace and the kernels'
 shares of each part. A recipe's `+kept` (`--recipes block block+kept bf16`) is fp8.keep_transposed: weights are turned outside of
@@ -38,11 +38,12 @@ from tools.output import need_gpu
 from tools.roofline import copy_rate, part_seconds
 
 Run = Callable[[], Tensor]  # forward; returns what backward starts from
+GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of matrices
 PARTS = ("attention", "dense", "moe", "layer", "head")
 
 
-def build(config: ModelConfig, name: str, stage: int) -> Transformer:
-    """A model on the GPU with its initial values, without optimizer; `name` as for `recipe_of`."""
+def build(config: ModelConfig, name: str, stage: int, grad: torch.dtype) -> Transformer:
+    """A model on the GPU with its initial values, without optimizer; `name` as for `recipe_of`, `grad` of matrices."""
     recipe, kept = recipe_of(name)
     with torch.device("cuda"):
         model = Transformer(config, recipe, Mesh.solo(), torch.bfloat16, stage)
@@ -50,6 +51,8 @@ def build(config: ModelConfig, name: str, stage: int) -> Transformer:
         keep_transposes(weight for _, weight in weights(model))
     for _, weight, value in initial_values(model, seed=0):
         weight.set_(value)
+        if weight.data.dtype != torch.float32:  # norms and router keep FP32 gradients
+            weight.grad_dtype = grad
     return model
 
 
@@ -161,6 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--stage", type=int, choices=STAGES, default=0, help="of activations (fp8.activations)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured, in turn")
     parser.add_argument("--recipes", type=contender, nargs="+", default=["block", "bf16"], help=RECIPES_HELP)
+    parser.add_argument("--grad", choices=GRADS, default="fp32", help="format of the gradients of matrices")
     parser.add_argument("--chunk", type=at_least(1), default=4096, help="tokens whose logits exist at once")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="folder for a trace of each part; prints its kernels' shares")
     add_out(parser)
@@ -168,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     need_gpu("tools.bench layer")
     refuse_repeated("--recipes", args.recipes)
     config = possible(ModelConfig(num_hidden_layers=2, loss_chunk=args.chunk))
-    models = {name: build(config, name, args.stage) for name in args.recipes}
+    models = {name: build(config, name, args.stage, GRADS[args.grad]) for name in args.recipes}
     results: list[dict[str, object]] = []
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, {args.batch} x {args.seq} tokens, copy {rate / 1e12:.2f} TB/s")
@@ -185,9 +189,16 @@ def main(argv: list[str] | None = None) -> None:
             forward, backward, total = (statistics.median(column) for column in zip(*times[recipe], strict=True))
             replayed = graphed(model, *runs[recipe], args.rounds)
             fp8 = recipe_of(recipe)[0].is_fp8
-            floor = 1e3 * part_seconds(config, name, args.batch * args.seq, args.seq, fp8, rate)
+            floor = 1e3 * part_seconds(config, name, args.batch * args.seq, args.seq, fp8, rate, GRADS[args.grad].itemsize)
             print(f"{name:<12}{recipe:<12}{forward:9.3f}{backward:9.3f}{total:9.3f}{replayed:9.3f}{floor / replayed:10.0%}")
-            row: dict[str, object] = {"part": name, "recipe": recipe, "forward_ms": forward, "backward_ms": backward, "ms": total}
+            row: dict[str, object] = {
+                "part": name,
+                "recipe": recipe,
+                "grad": args.grad,
+                "forward_ms": forward,
+                "backward_ms": backward,
+                "ms": total,
+            }
             row |= {"graph_ms": replayed, "roofline": floor / replayed}
             if args.profile:
                 row |= profile(lambda: once(model, *runs[recipe]), args.profile, f"{name}-{recipe}")  # noqa: B023

@@ -48,7 +48,7 @@ from tools.arguments import (
     recipe_of,
     write_json,
 )
-from tools.bench_layer import print_kernels, profile
+from tools.bench_layer import GRADS, print_kernels, profile
 from tools.bench_layouts import layout_named, refuse_impossible, route_evenly, traffic_of
 from tools.bench_mirror import mirrored
 from tools.output import need_gpu, shown
@@ -57,7 +57,6 @@ from training.config import ParallelConfig
 from training.errors import UserError
 from training.graph import GraphedMicroBatch
 
-GRADS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PHASES = ("forward", "backward", "clip", "optimizer")  # "clip": until gradients are summed and their norm is known
 GRAPHED = ("fwd+bwd", *PHASES[2:])  # with --graph
 ADAMW = (0.9, 0.95, 1e-8, 0.1)

@@ -1,8 +1,8 @@
 """The least time a part of a layer can take: its products at the tensor cores' peak, or their operands at the copy rate.
 
 Each product counts with the larger of FLOPs / peak and bytes / copy rate: both operands once, the result once (BF16, a weight's
-gradient FP32). What lies between the products counts as free, so 100% is out of reach by what norms, quantisation, SwiGLU and
-permutation have to move. Peaks are the vendor's dense ones for Hopper. Shapes: T tokens, D features.
+gradient FP32 unless said). What lies between the products counts as free, so 100% is out of reach by what norms, quantisation,
+SwiGLU and permutation have to move. Peaks are the vendor's dense ones for Hopper. Shapes: T tokens, D features.
 """
 
 from __future__ import annotations
@@ -22,32 +22,37 @@ def copy_rate() -> float:
     return 2 * a.numel() / do_bench(lambda: b.copy_(a), warmup=10, rep=60, return_mode="median") * 1e3
 
 
-def linear_seconds(m: int, n: int, k: int, fp8: bool, rate: float, experts: int = 1) -> float:
-    """fprop, dgrad and wgrad of y [m, n] = x [m, k] . w [n, k]^T, with `experts` weights for equal parts of the rows."""
+def linear_seconds(m: int, n: int, k: int, fp8: bool, rate: float, experts: int = 1, grad: int = 4) -> float:
+    """fprop, dgrad and wgrad of y [m, n] = x [m, k] . w [n, k]^T, with `experts` weights for equal parts of the rows, `grad` bytes
+    an element of their gradients."""
     size = 1 if fp8 else 2
     weight, x, y = experts * n * k, m * k, m * n
-    moved = (size * (x + weight) + 2 * y, size * (y + weight) + 2 * x, size * (x + y) + 4 * weight)
+    moved = (size * (x + weight) + 2 * y, size * (y + weight) + 2 * x, size * (x + y) + grad * weight)
     return sum(max(2 * m * n * k / PEAK[fp8], bytes_ / rate) for bytes_ in moved)
 
 
-def part_seconds(c: ModelConfig, part: str, tokens: int, seq_len: int, fp8: bool, rate: float) -> float:
+def part_seconds(c: ModelConfig, part: str, tokens: int, seq_len: int, fp8: bool, rate: float, grad: int = 4) -> float:
     """Forward and backward of "attention", "dense", "moe", "layer" (attention and moe) or "head" on one GPU."""
+
+    def linear(m: int, n: int, k: int, experts: int = 1) -> float:
+        return linear_seconds(m, n, k, fp8, rate, experts, grad)
+
     t, d = tokens, c.hidden_size
     if part == "layer":
-        return sum(part_seconds(c, each, tokens, seq_len, fp8, rate) for each in ("attention", "moe"))
+        return sum(part_seconds(c, each, tokens, seq_len, fp8, rate, grad) for each in ("attention", "moe"))
     if part == "head":
-        return linear_seconds(t, c.vocab_size, d, fp8, rate)
+        return linear(t, c.vocab_size, d)
     if part == "dense":
-        return linear_seconds(t, 2 * c.intermediate_size, d, fp8, rate) + linear_seconds(t, d, c.intermediate_size, fp8, rate)
+        return linear(t, 2 * c.intermediate_size, d) + linear(t, d, c.intermediate_size)
     if part == "attention":
         wide = c.num_attention_heads * c.head_dim
         core = 3.5 * 2 * t * seq_len * wide / PEAK[False]  # causal: half of the scores; five products back, two forth
-        return linear_seconds(t, c.qkv_size, d, fp8, rate) + linear_seconds(t, d, wide, fp8, rate) + core
+        return linear(t, c.qkv_size, d) + linear(t, d, wide) + core
     rows, f, shared = t * c.num_experts_per_tok, c.moe_intermediate_size, c.shared_intermediate_size
-    found = linear_seconds(rows, 2 * f, d, fp8, rate, c.num_experts) + linear_seconds(rows, d, f, fp8, rate, c.num_experts)
+    found = linear(rows, 2 * f, d, c.num_experts) + linear(rows, d, f, c.num_experts)
     found += linear_seconds(t, c.num_experts, d, False, rate)  # the router, as one BF16 product
     if shared:
-        found += linear_seconds(t, 2 * shared, d, fp8, rate) + linear_seconds(t, d, shared, fp8, rate)
+        found += linear(t, 2 * shared, d) + linear(t, d, shared)
     return found
 
 
