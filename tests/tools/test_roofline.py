@@ -17,7 +17,7 @@ def test_many_rows_are_bound_by_the_tensor_cores() -> None:
 
 
 def test_few_rows_are_bound_by_their_weights() -> None:
-    """Read twice, the gradient written once in FP32: 1 + 1 + 4 bytes a parameter under FP8, 2 + 2 + 4 under BF16; in BF16: 2 less."""
+    """Read twice, the gradient written once, in FP32: 1 + 1 + 4 bytes a parameter in FP8, 2 + 2 + 4 in BF16; 2 less in BF16."""
     size = 256 * 1024 * 2048
     assert linear_seconds(8, 1024, 2048, True, RATE, experts=256) == pytest.approx(6 * size / RATE, rel=1e-3)
     assert linear_seconds(8, 1024, 2048, False, RATE, experts=256) == pytest.approx(8 * size / RATE, rel=1e-3)
