@@ -47,3 +47,10 @@ def test_a_subject_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sanitize.subprocess, "run", lambda *args, **kwargs: done)
     with pytest.raises(RuntimeError, match="memcheck over gemm ended with code 1"):
         sanitize.check("memcheck", "gemm", None)
+
+
+def test_every_subject_has_its_kernels() -> None:
+    pytest.importorskip("triton")
+    from tools import sanitize_subjects
+
+    assert tuple(sanitize_subjects.SUBJECTS) == sanitize.SUBJECTS
