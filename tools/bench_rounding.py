@@ -13,7 +13,8 @@ under many settings: all in BF16 or in `block`, one class of GEMMs in the one an
         projection    <g, g_fp32> / |g_fp32|^2; below 1 the setting makes gradients shorter
         sampling      what the gradient of so many micro-batches is off by because they are not all the text
 
-`same experts` runs the setting with the experts that the reference chose: what is left is rounding alone. The shared expert reads
+`same experts` runs the setting with the experts that the reference chose: what is left is rounding alone; so do all rows of the
+loss from `block, same experts` on (their `choices` are what they would have taken). The shared expert reads
 the bytes that the routed ones read, so its input belongs to the class `experts gate_up`. SwiGLU reads pre-activations in the format
 of the input of `down`; `SwiGLU unrounded` reads them as the GEMM made them (backward reads the stored ones as ever).
 """
@@ -34,7 +35,7 @@ from fp8.recipe import Recipe
 from fp8.weight import weights
 from model.loss import count_valid
 from model.transformer import Transformer
-from tools.arguments import add_out, at_least, make_parser, write_json
+from tools.arguments import add_out, at_least, make_parser, names, write_json
 from tools.bench_operands import batch_of
 from tools.generate import load
 from tools.rounding_settings import (
@@ -83,7 +84,7 @@ def differing(got: list[Choices], want: list[Choices]) -> float:
 
 
 def loss_table(like: Transformer, batches: Batches, settings: Sequence[Setting], count: int) -> list[Row]:
-    """A row for each setting, printed as it comes; FP32 is the last.
+    """A row for each setting, printed as it comes.
 
     Args:
         like: the trained model in FP32.
@@ -94,7 +95,7 @@ def loss_table(like: Transformer, batches: Batches, settings: Sequence[Setting],
     print(f"{tokens} tokens; of roundings: the row is a mean over {count} roundings of weights, the standard deviation of one\n")
     print("| setting | loss | gap to bf16 | standard error | of roundings | choices |\n" + "|---" * 6 + "|")
     rows = []
-    for setting in (*settings, Setting("fp32", Recipe.fp32())):
+    for setting in settings:
         losses, moved, variants = [], [], roundings(setting, count)
         for variant in variants:
             if setting.name != "fp32":
@@ -171,6 +172,8 @@ def gradient_table(like: Transformer, batches: Batches, settings: Sequence[Setti
         with rounded_as(like, Setting("fp32", Recipe.fp32())) as choices:
             want = gradients(like, tokens, labels)
         for s in settings:
+            if s.many:
+                take(models[s.name], roundings(s, len(batches))[i - 1], masters)
             with rounded_as(models[s.name], s, choices):
                 found[s.name].add(want, gradients(models[s.name], turned(tokens, s), turned(labels, s)))
             if i in stops:
@@ -202,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser("bench rounding", __doc__)
     parser.add_argument("--run", required=True, help="a trained run, or one of its checkpoints")
     parser.add_argument("--what", choices=("loss", "gradients"), help="one of the two tables alone")
+    parser.add_argument("--match", type=names, default="", help="only settings whose names hold one of these, commas between")
     parser.add_argument("--sequences", type=at_least(2), default=384, help="of the loss's text")
     parser.add_argument("--batch", type=at_least(2), default=16, help="sequences at a time for the loss")
     parser.add_argument("--roundings", type=at_least(1), default=4, help="of weights, over which the loss of a setting is averaged")
@@ -217,12 +221,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: dict[str, list[Row]] = {}
     if args.what != "gradients":
         text = batches_of(args, args.sequences, args.split, args.batch, device)
-        rows["loss"] = loss_table(like, text, forward_settings(), args.roundings)
+        rows["loss"] = loss_table(like, text, matching(forward_settings(), args.match), args.roundings)
     if args.what != "loss":
         train = batches_of(args, args.micro_batches * args.micro_batch, "train", args.micro_batch, device)
-        rows["gradients"] = gradient_table(like, train, gradient_settings())
+        rows["gradients"] = gradient_table(like, train, matching(gradient_settings(), args.match))
         show_gradients(rows["gradients"])
     write_json(args.out, rows)
+
+
+def matching(settings: list[Setting], texts: list[str]) -> list[Setting]:
+    """The first, and those whose names hold one of the texts; without texts all."""
+    return [s for i, s in enumerate(settings) if i == 0 or not texts or any(text in s.name for text in texts)]
 
 
 def batches_of(args: argparse.Namespace, count: int, split: str, size: int, device: torch.device) -> Batches:

@@ -76,20 +76,18 @@ class Setting:
 
 def forward_settings() -> list[Setting]:
     """Those of the loss; the first is what the others are compared with."""
-    found = [Setting("bf16", BF16), Setting("bf16, sequences in reverse", BF16, reverse=True), Setting("block", BLOCK)]
-    found += [Setting("block, same experts", BLOCK, same_experts=True), Setting("block, on average", BLOCK, many=True)]
-    found += [Setting("weights alone", WEIGHTS, many=True), Setting("inputs alone", INPUTS)]
+    own = [Setting("bf16", BF16), Setting("bf16, sequences in reverse", BF16, reverse=True), Setting("block", BLOCK)]
+    own += [Setting("mx", Recipe.mx()), Setting("tensorwise_current", Recipe.tensorwise_current()), Setting("fp32", Recipe.fp32())]
+    found = [Setting("block, same experts", BLOCK), Setting("weights alone", WEIGHTS, many=True), Setting("inputs alone", INPUTS)]
     found += [Setting("inputs alone, SwiGLU unrounded", INPUTS, swiglu="unrounded")]
     found += [Setting("pre-activations of SwiGLU alone", BF16, swiglu="rounded")]
+    found += [Setting("block, on average", BLOCK, many=True)]
     found += [Setting("block, SwiGLU unrounded, on average", BLOCK, swiglu="unrounded", many=True)]
     for kind in CLASSES:
         found += [Setting(f"block but {kind} in bf16, on average", BF16, (kind,), BLOCK, many=True)]
-        found += [
-            Setting(f"{kind} alone", BLOCK, (kind,), many=True),
-            Setting(f"{kind}, weights alone", WEIGHTS, (kind,), many=True),
-        ]
-        found += [Setting(f"{kind}, inputs alone", INPUTS, (kind,))]
-    return found + [Setting("mx", Recipe.mx()), Setting("tensorwise_current", Recipe.tensorwise_current())]
+        found += [Setting(f"{kind} alone", BLOCK, (kind,), many=True), Setting(f"{kind}, inputs alone", INPUTS, (kind,))]
+        found += [Setting(f"{kind}, weights alone", WEIGHTS, (kind,), many=True)]
+    return own + [replace(s, same_experts=True) for s in found]
 
 
 def roundings(setting: Setting, count: int) -> list[Setting]:
@@ -103,6 +101,7 @@ def gradient_settings() -> list[Setting]:
     same = [Setting("bf16", BF16), Setting("block", BLOCK), Setting("weights alone", WEIGHTS), Setting("inputs alone", INPUTS)]
     same += [Setting("weights and inputs", FORWARD), Setting("dY alone", GRADIENTS)]
     same += [Setting("block, hybrid", Recipe.block("hybrid")), Setting("block, SwiGLU unrounded", BLOCK, swiglu="unrounded")]
+    same += [Setting("block, other roundings of weights each time", BLOCK, many=True)]
     same += [Setting(f"block but {kind} in bf16", BF16, (kind,), BLOCK) for kind in CLASSES]
     return found + [replace(s, name=f"{s.name}, same experts", same_experts=True) for s in same]
 

@@ -47,7 +47,7 @@ def test_every_gemm_has_a_class_and_follows_its_setting() -> None:
     assert in_fp8 == {name for name, kind in kinds.items() if kind == "experts down"}
     in_fp8 = {name for name, weight in weights(under(like, Setting("", BLOCK))) if weight.spec.is_fp8}
     assert in_fp8 == {name for name, kind in kinds.items() if kind in (*CLASSES, "mtp")}
-    assert len({s.name for s in forward_settings()}) == len(forward_settings()) and len(gradient_settings()) == 17
+    assert len({s.name for s in forward_settings()}) == len(forward_settings()) and len(gradient_settings()) == 18
 
 
 def test_the_loss_is_that_of_a_model_built_under_the_recipe() -> None:
@@ -138,9 +138,11 @@ def test_a_run_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture)
     main(["--run", str(tmp_path), *sizes, "--out", str(out)])
     text, rows = capsys.readouterr().out, json.loads(out.read_text())
     loss = {row["setting"]: row for row in rows["loss"]}
-    assert list(loss)[0] == "bf16" and list(loss)[-1] == "fp32" and loss["bf16"]["gap"] == 0
+    assert list(loss) == [s.name for s in forward_settings()] and loss["bf16"]["gap"] == 0
     assert 0 < abs(loss["block"]["gap"]) < 0.01 and loss["weights alone"]["spread"] > 0
     errors = {(row["kind"], row["setting"]): row["error"] for row in rows["gradients"] if row["batches"] == 2}
     for kind in CLASSES:
         assert 0 < 4 * errors[kind, "bf16, same experts"] < errors[kind, "block, same experts"] < 0.3
         assert f"| {kind}, weights alone |" in text and f"| {kind} | block |" in text
+    main(["--run", str(tmp_path), *sizes, "--what", "gradients", "--match", "dY,no such"])
+    assert "dY alone" in (short := capsys.readouterr().out) and "weights alone" not in short and "| embedding | bf16 |" in short
