@@ -28,7 +28,7 @@ from tools.arguments import at_least, make_parser
 from tools.output import whole_or_nothing
 from training.checkpoint_files import corruption, seal_alone
 from training.errors import UserError, counted, exit_status
-from training.run_state import RunState, warn_unverified, whole_checkpoints
+from training.run_state import RunState, is_checkpoint, refuse_both, warn_unverified, whole_checkpoints
 from training.streaming import ShardReader, ShardWriter, row_boxes, whole_box
 
 SLAB = 64 << 20  # elements held at once
@@ -101,7 +101,9 @@ def merge(folders: Sequence[Path], out: Path, decay: str) -> dict[int, float]:
 def chosen(paths: Sequence[str], last: int | None) -> list[Path]:
     """The checkpoints that the arguments mean, oldest first. Raises UserError."""
     folders = [Path(p) for p in paths]
-    runs = [p for p in folders if not (p / "state.json").is_file()]
+    for folder in folders:
+        refuse_both(folder)
+    runs = [p for p in folders if not is_checkpoint(p)]
     for run in runs:
         if not whole_checkpoints(run):
             raise UserError(f"{run} is neither a checkpoint nor a run that has some")

@@ -16,7 +16,7 @@ from training.faults import BadStepError
 from training.metrics import read_reference
 from training.process import lost_contact
 from training.replicas import DesyncError
-from training.run_state import resume_from, whole_checkpoints
+from training.run_state import is_checkpoint, resume_from, whole_checkpoints
 from training.summary import describe
 
 
@@ -28,8 +28,11 @@ def refuse_unusable(config: Config) -> None:
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         found.append(f"cannot write in run.dir={config.run.dir}: {place} is not {'writable' if place.is_dir() else 'a folder'}")
+    if is_checkpoint(Path(config.run.dir)):  # one name would stand for both (`locate`)
+        moved = "; move its checkpoints/ and metrics.jsonl there to go on" if whole_checkpoints(config.run.dir) else ""
+        found.append(f"run.dir={config.run.dir} is itself a checkpoint, an import or a merge: choose another run.dir{moved}")
     begins = resume not in ("auto", "none") and not whole_checkpoints(config.run.dir)  # else it goes on from its own
-    if begins and not (Path(resume) / "state.json").is_file() and not whole_checkpoints(resume):
+    if begins and not is_checkpoint(Path(resume)) and not whole_checkpoints(resume):
         found.append(
             f"no checkpoint at {resume}: checkpoint.resume is auto, none, or the path of a checkpoint or of a run that has one"
         )

@@ -96,12 +96,24 @@ def _check_types(state: RunState) -> None:
         raise TypeError("history is no list of pairs")
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself: one of a run's, an import, a merge."""
+    return (folder / "state.json").is_file()
+
+
 def whole_checkpoints(run_dir: str | Path) -> list[Path]:
     """Renamed checkpoints of a run, oldest first."""
     folder = Path(run_dir) / "checkpoints"
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if re.fullmatch(r"step_\d{8,}", p.name) and p.is_dir())
+
+
+def refuse_both(folder: Path) -> None:
+    """Raises UserError where a folder is a checkpoint and a run's folder: its name does not say which of the two is meant."""
+    if is_checkpoint(folder) and (of_run := whole_checkpoints(folder)):
+        both = f"{folder} is a checkpoint (an import or a merge) and holds a run as well, at {of_run[-1]}"
+        raise UserError(f"{both}: name that for the run; for the other, move {folder / 'checkpoints'} into a folder of its own")
 
 
 def warn_unverified(folder: Path, warn: Warn) -> None:
@@ -135,13 +147,14 @@ def newest_whole(run_dir: str | Path, warn: Warn, check: Check | None = None) ->
 
 
 def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
-    """The checkpoint that `path` means: itself, or the newest whole one of a run; warns where it could be either.
+    """The checkpoint that `path` means: itself, or the newest whole one of a run.
 
     Raises:
-        UserError: it is neither, or damaged.
+        UserError: it is neither, or could be either, or is damaged.
     """
     folder = Path(path)
-    if (folder / "state.json").is_file():
+    if is_checkpoint(folder):
+        refuse_both(folder)
         reason = damage(folder)
         if reason is None and check is not None:
             reason = check(folder)
@@ -149,9 +162,6 @@ def locate(path: str, warn: Warn, check: Check | None = None) -> Path:
             raise UserError(f"checkpoint {folder} is not whole: {reason}")
         if check is not None:
             warn_unverified(folder, warn)
-        if of_run := whole_checkpoints(folder):
-            taken = f"{path} is taken as the checkpoint that it is itself"
-            warn(f"{taken}, not as the run in it, which is at {of_run[-1]}: name that if you mean it")
         return folder
     newest = newest_whole(folder, warn, check)
     if newest is None:

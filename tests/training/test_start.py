@@ -17,7 +17,7 @@ from fp8.weight import weights
 from model.huggingface import parts
 from parallel.mesh import Mesh
 from tests.tools.published import GOLDEN
-from tools import convert_hf, prepare_data, train_tokenizer
+from tools import convert_hf, merge, prepare_data, train_tokenizer
 from training.config import CheckpointConfig, Config, load_config
 from training.errors import UserError
 from training.run_state import RunState, locate, whole_checkpoints
@@ -58,8 +58,9 @@ def test_a_run_starts_from_the_imported_weights(folder: Path) -> None:
 
 
 def test_a_run_and_the_import_that_it_begins_from_are_told_apart(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Neither does a run begin in an import, nor is a folder taken for one of the two that it is by other means."""
     monkeypatch.chdir(tmp_path)
     for place, run_dir in (("runs/golden", "runs/golden_trained"), ("data/golden", "runs/golden")):
         convert_hf.main(["import", str(GOLDEN), place])
@@ -67,9 +68,17 @@ def test_a_run_and_the_import_that_it_begins_from_are_told_apart(
         assert config.run.dir == run_dir and config.checkpoint.init_from == place
     said: list[str] = []
     assert locate("runs/golden", said.append) == Path("runs/golden") and not said
+    into = ["--config", "runs/golden/train.yaml", "run.dir=runs/golden"]
+    refused = "run.dir=runs/golden is itself a checkpoint, an import or a merge: choose another run.dir"
+    assert train.main(into) == 2 and capsys.readouterr().err == f"error: {refused}\n"
     shutil.copytree(folder / "run/checkpoints", "runs/golden/checkpoints")
-    assert locate("runs/golden", said.append) == Path("runs/golden")
-    assert len(said) == 1 and "not as the run in it, which is at runs/golden/checkpoints/step_00000006: name that if" in said[0]
+    with pytest.raises(UserError, match="holds a run as well, at runs/golden/checkpoints/step_00000006: name that for the run; for"):
+        locate("runs/golden", said.append)
+    with pytest.raises(UserError, match="holds a run as well"):
+        merge.chosen(["runs/golden"], last=2)
+    assert train.main([*into, "--dry-run"]) == 2
+    assert f"{refused}; move its checkpoints/ and metrics.jsonl there to go on" in capsys.readouterr().err
+    assert locate("runs/golden/checkpoints/step_00000006", said.append) == Path("runs/golden/checkpoints/step_00000006")
 
 
 def test_an_implausible_first_loss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
