@@ -72,7 +72,7 @@ def test_a_run_and_the_import_that_it_begins_from_are_told_apart(
     refused = "run.dir=runs/golden is itself a checkpoint, an import or a merge: choose another run.dir"
     assert train.main(into) == 2 and capsys.readouterr().err == f"error: {refused}\n"
     shutil.copytree(folder / "run/checkpoints", "runs/golden/checkpoints")
-    with pytest.raises(UserError, match="holds a run as well, at runs/golden/checkpoints/step_00000006: name that for the run; for"):
+    with pytest.raises(UserError, match="holds a run as well, at runs/golden/checkpoints/step_00000006: name that for the run"):
         locate("runs/golden", said.append)
     with pytest.raises(UserError, match="holds a run as well"):
         merge.chosen(["runs/golden"], last=2)
