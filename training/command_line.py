@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +52,17 @@ def refuse_unusable(config: Config) -> None:
         raise UserError("\n  - ".join([f"{len(found)} problems", *found]) if len(found) > 1 else found[0])
 
 
+def tell_torchrun(message: str) -> None:
+    """Puts what this rank ends with into torchrun's last lines, which follow its own traceback; nothing without torchrun.
+
+    The file is what torch.distributed.elastic's ErrorHandler writes, without a stack: the summary then shows the message.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(said), encoding="utf-8")
+
+
 def command_line(run: Callable[[Config], int], description: str | None, arguments: list[str] | None) -> int:
     """Parses the command line and runs; turns every end that has a name into one message and its status.
 
@@ -76,6 +90,7 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
         alone = isinstance(error, ExpertMemoryError)
         if alone or int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a host: the ranks of a host have met the same one
             print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
+        tell_torchrun(f"error: {error}")
         return {BadStepError: DIVERGED, DesyncError: DESYNCED}.get(type(error), MISTAKE)
     except KeyboardInterrupt:  # before the run listens for signals
         print("interrupted", file=sys.stderr)
@@ -84,6 +99,7 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
         if (reason := lost_contact(error)) is None:
             raise
         print(f"error on rank {rank}: {reason}", file=sys.stderr)
+        tell_torchrun(f"error: {reason}")
         return ALONE
     finally:
         close_mesh()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
 from tests.helpers import ROOT
@@ -143,6 +144,21 @@ def test_mistakes_are_one_message_without_traceback(
         err = capsys.readouterr().err
         assert part in err and "Traceback" not in err, err
         assert err.count("error:") == 1
+
+
+def test_torchrun_ends_with_the_reason(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As torchrun itself reads and words it; rank 1, which says nothing on a host that rank 0 is on, may be the first to end."""
+    config = ("--config", str(base / "run.yaml"), f"run.dir={tmp_path / 'run'}")
+    for rank in ("0", "1"):
+        for name, value in {"TORCHELASTIC_ERROR_FILE": tmp_path / "error.json", "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        assert call_main(monkeypatch, *config, "optim.lrr=1") == 2
+        assert capsys.readouterr().err.count("error: ") == (rank == "0")
+        shown = str(ChildFailedError("train.py", {int(rank): ProcessFailure(int(rank), 1, 2, str(tmp_path / "error.json"))}))
+        assert re.search(r"Root Cause.*traceback : error: .*optim.lrr is not a key; did you mean optim.lr\?\n=+$", shown, re.DOTALL)
+        (tmp_path / "error.json").unlink()
 
 
 def test_a_run_that_began_elsewhere_goes_on_without_that(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
