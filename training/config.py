@@ -215,7 +215,8 @@ class Config:
                 f"data.seq_len={self.data.seq_len} is more than model.max_position_embeddings={model.max_position_embeddings}"
             )
         if self.data.vocab_size > model.vocab_size:
-            found.append(f"data.vocab_size={self.data.vocab_size} is more than model.vocab_size={model.vocab_size}")
+            more = f"data.vocab_size={self.data.vocab_size} is more than model.vocab_size={model.vocab_size}"
+            found.append(f"{more}: every token of the tokenizer needs a row in the model; lower the one or raise the other")
         return found
 
 

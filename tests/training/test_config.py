@@ -115,6 +115,14 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     assert text.startswith(f"{path}: 15 problems")
 
 
+def test_the_model_may_have_more_rows_than_the_tokenizer_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {vocab_size: 1024}\ndata: {vocab_size: 512}")
+    assert load_config(path).data.vocab_size == 512
+    assert load_config(path, ["data.vocab_size=1024"]).data.vocab_size == 1024
+    said = message(path, "data.vocab_size=1025")
+    assert "data.vocab_size=1025 is more than model.vocab_size=1024: every token of the tokenizer needs a row in the model" in said
+
+
 def test_initial_values_have_a_largest_deviation(tmp_path: Path) -> None:
     """1e20 gives a model whose loss is ln V for ever."""
     text = message(write(tmp_path, "model: {initializer_range: 101.0, embedding_init_std: 1.0e20}"))
