@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from training.errors import UserError
+from training.streaming import close_synced
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -205,7 +206,7 @@ class TensorWriter:
             self._next += 1
 
     def _open(self, shard: int) -> None:
-        self._close()
+        close_synced(self._file)
         header, end = {"__metadata__": {"format": "pt"}}, 0
         for tensor in self._shards[shard]:
             offsets = [end, end + tensor.nbytes]
@@ -216,16 +217,9 @@ class TensorWriter:
         self._file, self._shard = open(self.folder / self._name(shard), "wb"), shard
         self._file.write(struct.pack("<Q", len(text)) + text)
 
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-
     def finish(self) -> None:
         assert self._next == len(self._order), f"{len(self._order) - self._next} tensors were not written"
-        self._close()
+        close_synced(self._file)
         placed = {tensor.name: self._name(shard) for shard, tensor in self._order}
         total = sum(tensor.nbytes for _, tensor in self._order)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}

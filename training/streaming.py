@@ -6,12 +6,12 @@ tensor until a file is closed: gigabytes, for a model of thousands of experts.
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -51,6 +51,14 @@ def row_boxes(box: Box, max_elements: int) -> list[Box]:
     return [(*box[:dim], slice(a, min(a + step, box[dim].stop)), *box[dim + 1 :]) for a in cuts]
 
 
+def close_synced(file: BinaryIO | None) -> None:
+    """Closes a file, if there is one, once the disk has its bytes. Raises OSError."""
+    if file is not None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+
 class ShardWriter:
     """Writes a checkpoint's tensor files; `finish` writes the metadata, without which nothing reads them.
 
@@ -62,13 +70,13 @@ class ShardWriter:
         self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._file: io.BufferedWriter | None = None
+        self._file: BinaryIO | None = None
         self._num_files = 0
 
     def add(self, name: str, global_shape: Sequence[int], offset: Sequence[int], value: Tensor) -> None:
         """One piece of the global tensor `name`, which begins at `offset`."""
         if self._file is None or self._file.tell() >= self.max_file_bytes:
-            self._close()
+            close_synced(self._file)
             self._file = open(self.folder / f"__{self._num_files}_0.distcp", "wb")
             self._num_files += 1
         value = value.detach().cpu().contiguous()
@@ -87,18 +95,11 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Makes the checkpoint readable."""
-        self._close()
+        close_synced(self._file)
         with open(self.folder / ".metadata", "wb") as file:
             pickle.dump(Metadata(dict(self._tensors), storage_data=self._places), file)
             file.flush()
             os.fsync(file.fileno())
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
 
 
 class ShardReader:

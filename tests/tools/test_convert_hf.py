@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,28 @@ def test_large_tensors_pass_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     same_bytes(read_all(tmp_path / "out"), load_file(GOLDEN / "model.safetensors"))
     chunks = ShardReader(tmp_path / "in")._tensors["master.embedding"].chunks
     assert len(chunks) == 4
+
+
+def test_the_disk_has_every_file_of_tensors_before_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import's and the export's: both end a file the same way, the last one too, with every byte handed on."""
+    from tools.hf_files import Planned, TensorWriter
+    from training.streaming import ShardWriter
+
+    synced: dict[str, int] = {}
+
+    def fsync(handle: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{handle}")).name] = os.fstat(handle).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    shards = ShardWriter(tmp_path, max_file_bytes=1)
+    tensors = TensorWriter(tmp_path, [Planned(name, "F32", (4,)) for name in "ab"], shard_bytes=1)
+    for i, name in enumerate("ab"):
+        shards.add(name, (4,), (0,), torch.ones(4))
+        tensors.write(name, torch.ones(4))
+        assert len(synced) == 2 * i
+    shards.finish()
+    tensors.finish()
+    assert synced == {path.name: path.stat().st_size for path in tmp_path.iterdir()} and len(synced) == 6
 
 
 def test_reader_refuses_missing_pieces(tmp_path: Path) -> None:
