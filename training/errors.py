@@ -1,5 +1,6 @@
 """Mistakes of the user, as opposed to bugs: reported in one line, without a traceback, with exit status 2."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -17,12 +18,20 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def exit_status(main: Callable[[], int | None]) -> int:
-    """Runs `main`; returns the exit status: what it returns (None: 0), 2 after printing a UserError, 130 after Ctrl-C."""
+    """Runs `main`; returns the exit status: what it returns (None: 0), 2 after printing a UserError, 130 after Ctrl-C.
+
+    Whoever reads our output may have had enough (`| head`): 141 then, as a shell says it, and no traceback.
+    """
     try:
-        return main() or 0
+        status = main() or 0
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 141

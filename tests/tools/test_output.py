@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -20,6 +22,17 @@ def test_every_tool_ends_through_exit_status() -> None:
     ends = {p.name: re.search(r'if __name__ == "__main__":\n    (.*)\n$', p.read_text(encoding="utf-8")) for p in SCRIPTS}
     assert len(ends) >= 10
     assert not [name for name, end in ends.items() if end is None or end[1] != "sys.exit(exit_status(main))"]
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_has_had_enough_is_no_bug(lines: int) -> None:
+    """Whether it goes while we print or before the last flush."""
+    code = f"import sys; from training.errors import exit_status; sys.exit(exit_status(lambda: print('line\\n' * {lines})))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
