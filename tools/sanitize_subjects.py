@@ -92,6 +92,8 @@ def optimizer() -> None:
             for _, weight in named:
                 weight.grad_dtype = torch.bfloat16 if recipe.is_fp8 and weight.data.dim() > 1 else torch.float32
             adamw = AdamW(named, states=states)
+            for name, weight in named:
+                adamw.set_master(name, torch.randn(weight.data.shape, device="cuda"))
             for _ in range(2):
                 for _ in range(2):  # the second is added with stochastic rounding
                     for _, weight in named:

@@ -42,11 +42,21 @@ def test_the_folder_that_keeps_its_output_is_made(tmp_path: Path, monkeypatch: p
     assert "gemm ran" in (folder / "memcheck-gemm.txt").read_text()
 
 
-def test_a_subject_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = sanitize.subprocess.CompletedProcess([], 1, "========= ERROR SUMMARY: 0 errors\n", "boom")
-    monkeypatch.setattr(sanitize.subprocess, "run", lambda *args, **kwargs: done)
-    with pytest.raises(RuntimeError, match="memcheck over gemm ended with code 1"):
-        sanitize.check("memcheck", "gemm", None)
+@pytest.mark.parametrize("code, said, last", [(1, "", "boom"), (0, "gemm ran\n", "3 errors")])
+def test_what_does_not_end_or_errs_is_told_and_hides_nothing(
+    code: int, said: str, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: object) -> sanitize.subprocess.CompletedProcess:
+        if command[-1] == "gemm":
+            text = f"{said}========= ERROR SUMMARY: {'3 errors' if said else '0 errors'}\n"
+            return sanitize.subprocess.CompletedProcess([], code, text, "boom")
+        return sanitize.subprocess.CompletedProcess([], 0, "head ran\n========= ERROR SUMMARY: 0 errors\n", "")
+
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _: "compute-sanitizer")
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    assert sanitize.main(["--tools", "memcheck", "--subjects", "gemm", "head"]) == 1
+    told = capsys.readouterr().out
+    assert last in told and told.endswith("memcheck   head      0 errors\n")
 
 
 def test_every_subject_has_its_kernels() -> None:
