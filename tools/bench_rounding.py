@@ -9,7 +9,8 @@ under many settings: all in BF16 or in `block`, one class of GEMMs in the one an
     gradients  each weight's gradient under a setting against FP32's, summed over 1, 4, 16 ... micro-batches; all of a class:
         error         |g - g_fp32| / |g_fp32| of the sums
         if noise      what the last would be if micro-batches erred independently; where it is larger, something lasts
-        lasting       |mean error| / |mean gradient|, both freed of what is left of noise (an estimate without bias of the squares)
+        lasting       |mean error| / |mean gradient|, both freed of what is left of noise (estimates of their squares without
+                      bias; of an error that comes out below zero: 0, so what is near zero is a little too large)
         projection    <g, g_fp32> / |g_fp32|^2; below 1 the setting makes gradients shorter
         sampling      what the gradient of so many micro-batches is off by because they are not all the text
 

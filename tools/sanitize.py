@@ -1,4 +1,4 @@
-"""Every kernel under compute-sanitizer, on small shapes: `python -m tools.sanitize`.
+"""The kernels of fp8/ under compute-sanitizer, on small shapes: `python -m tools.sanitize`.
 
 memcheck and racecheck run over each subject (tools/sanitize_subjects.py), in a process of its own, `--jobs` at a time:
 
@@ -13,6 +13,8 @@ memcheck and racecheck run over each subject (tools/sanitize_subjects.py), in a 
     head        softmax statistics and gradient
     embedding   its gradient
     optimizer   AdamW under each preset of states, gradients in FP32 and BF16
+
+Left out: kernels of parallel/, the residual's sum, and what only MX and tensorwise recipes run.
 
 racecheck reports hazards in the code that Triton generates around `warp_specialize`: a byte of shared memory tells each group of
 warps what to run, between two barriers. `control` and `exchange` show which hazards those are; `gemm` must show none beside them.

@@ -52,13 +52,14 @@ def refuse_unusable(config: Config) -> None:
         raise UserError("\n  - ".join([f"{len(found)} problems", *found]) if len(found) > 1 else found[0])
 
 
-def tell_torchrun(message: str) -> None:
+def tell_torchrun(message: str, later: int = 0) -> None:
     """Puts what this rank ends with into torchrun's last lines, which follow its own traceback; nothing without torchrun.
 
-    The file is what torch.distributed.elastic's ErrorHandler writes, without a stack: the summary then shows the message.
+    The file is what torch.distributed.elastic's ErrorHandler writes, without a stack: the summary then shows the message, of the
+    rank that ended first. `later`: seconds by which this one gives way to ranks with a reason of their own.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        said = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) + later)}}}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(said), encoding="utf-8")
 
@@ -99,7 +100,7 @@ def command_line(run: Callable[[Config], int], description: str | None, argument
         if (reason := lost_contact(error)) is None:
             raise
         print(f"error on rank {rank}: {reason}", file=sys.stderr)
-        tell_torchrun(f"error: {reason}")
+        tell_torchrun(f"error: {reason}", later=3600)  # of no rank that was killed, or ended by a bug
         return ALONE
     finally:
         close_mesh()

@@ -23,6 +23,9 @@ from tests.parallel.sailing import CUT, LAYOUTS, Layout, Sailor, Trip, enter, me
 # learning rate of 1e-3 from the first step on it is by 1e-2: past eight steps such runs go wherever their last bits lead, and no
 # bound holds.
 BOUNDS = {"fp32": 1e-5, "bf16": 1e-4, "block": 5e-4}
+# of the loss of a run that went from layout to layout under `block`: layouts alone are off by 2e-5 in such steps (12 of 20 steps of
+# warmup; 3 steps at the whole learning rate), moments lost on the way by 1.5e-4 and more, by 5e-4, weights lost by 2e-3
+RESUMED = 1e-4
 # of the gradient norm in step 1, where weights are the same: elements rounded apart by e (2^-9, FP8 0.027, an FP8-LM sum 0.06) move
 # a norm by e^2 / 2, which is 0.002 at most; experts chosen at near ties, and shared KV heads' halves under tp, add what is left
 FIRST_NORM = {"fp32": 1e-5, "bf16": 1e-4, "block": 2e-3}
@@ -121,13 +124,13 @@ def test_replayed_layouts(tmp_path: Path, layout: str) -> None:
 @pytest.mark.multi_gpu
 @TWO_GPUS
 def test_resume_from_dp_to_ep_to_one_gpu(tmp_path: Path) -> None:
-    trip = replace(ON_GPU, steps=12)
+    trip = replace(ON_GPU, steps=12, warmup=20)  # steps that are large enough to show moments lost on the way
     (truth, _), (losses, other) = (run_ranks(2, f, *a, timeout=100.0) for f, a in (
         (compare, (str(tmp_path / "one"), trip, [])), (resumed, (str(tmp_path / "two"), trip, str(tmp_path)))
     ))  # fmt: skip
     off = largest(abs(a / b - 1) for a, b in zip(losses, truth["solo"]["losses"], strict=True))
     print(f"dp=2 -> ep=2 -> one GPU: off by {off:.1e} of the loss")
-    assert off < BOUNDS["block"] and losses[:8] == other[:8]
+    assert off < RESUMED and losses[:8] == other[:8]
 
 
 @pytest.mark.gpu
@@ -143,10 +146,13 @@ def test_two_ranks_on_one_gpu(tmp_path: Path, recipe: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_resume_from_layout_to_layout_on_one_gpu(tmp_path: Path) -> None:
-    trip = replace(ON_GPU, steps=3, shared=True, config=replace(CUT, num_hidden_layers=2, num_nextn_predict_layers=0))
+    cut = replace(CUT, num_hidden_layers=2, num_nextn_predict_layers=0)
+    trip = replace(ON_GPU, steps=3, warmup=1, shared=True, config=cut)
     losses, other = run_ranks(2, resumed, "", trip, str(tmp_path), timeout=120.0)
     truth = compare(0, 1, "", trip, [])["solo"]["losses"]
-    assert largest(abs(a / b - 1) for a, b in zip(losses, truth, strict=True)) < BOUNDS["block"] and losses[:2] == other[:2]
+    off = largest(abs(a / b - 1) for a, b in zip(losses, truth, strict=True))
+    print(f"dp=2 -> ep=2 -> one process: off by {off:.1e} of the loss")
+    assert off < RESUMED and losses[:2] == other[:2]
 
 
 ON_CPU = Trip(CONFIG, "fp32", 3, 4, 32, False, lr=1e-3, warmup=1)

@@ -35,6 +35,14 @@ def test_a_reader_that_has_had_enough_is_no_bug(lines: int) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_another_broken_pipe_is_not_passed_over() -> None:
+    def main() -> int:
+        raise BrokenPipeError("a worker is gone")
+
+    with pytest.raises(BrokenPipeError, match="a worker is gone"):
+        exit_status(main)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
 @pytest.mark.parametrize("arguments", ["fused", "kernels", "layer", "optimizer", "memory --device cuda"])
 def test_a_benchmark_that_needs_a_gpu_says_so(

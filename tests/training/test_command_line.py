@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import train
 from tests.helpers import ROOT
 from tests.training.runs import losses
+from training.command_line import tell_torchrun
 from training.config import load_config
 from training.errors import UserError
 from training.idle_keys import idle_keys
@@ -159,6 +160,17 @@ def test_torchrun_ends_with_the_reason(
         shown = str(ChildFailedError("train.py", {int(rank): ProcessFailure(int(rank), 1, 2, str(tmp_path / "error.json"))}))
         assert re.search(r"Root Cause.*traceback : error: .*optim.lrr is not a key; did you mean optim.lr\?\n=+$", shown, re.DOTALL)
         (tmp_path / "error.json").unlink()
+
+
+def test_a_rank_without_its_neighbour_is_not_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun names the rank that ended first: another's own reason, or its signal, is told before "another rank is gone"."""
+    stamps = []
+    for later in (0, 3600):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{later}.json"))
+        tell_torchrun("error: ...", later)
+        stamps.append(ProcessFailure(0, 1, 1, str(tmp_path / f"{later}.json")).timestamp)
+    killed = ProcessFailure(1, 2, -9, str(tmp_path / "none.json")).timestamp
+    assert killed < stamps[1] and stamps[1] - stamps[0] >= 3600
 
 
 def test_a_run_that_began_elsewhere_goes_on_without_that(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
