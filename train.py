@@ -30,6 +30,7 @@ from training.checkpoint import Checkpointer
 from training.command_line import command_line
 from training.config import Config
 from training.continuation import finished
+from training.corpus import DataConfig
 from training.data import Loader, PackedDataset, open_validation
 from training.errors import STOPPED, UNSAVED, UserError
 from training.evaluate import evaluate
@@ -48,7 +49,7 @@ from training.start import first_loss_problem, set_gradient_format, set_starting
 from training.states import gradient_format, optimizer_states
 from training.step import StepResult, TrainStep
 from training.stopping import StopRequest, steps_lost
-from training.tokenizer import check_vocab, load_tokenizer
+from training.tokenizer import check_vocab, load_tokenizer, other_vocabulary
 from training.watchdog import Watchdog, record_collectives, recording
 
 
@@ -96,6 +97,7 @@ class Run:
         self.val_data, none = open_validation(packed_path(data.dir, "validation"), *packed, config.eval.samples)
         self.metrics.warn(none)
         self.metrics.warn(other_corpus(data))
+        self.metrics.warn(other_vocabulary(self.tokenizer, data.vocab_size, DataConfig.vocab_size))
 
     def build(self) -> None:
         """Model and optimizer; no values yet."""

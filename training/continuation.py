@@ -37,7 +37,7 @@ def changed_settings(before: dict[str, Any], config: Config) -> dict[str, tuple[
 
 
 def finished(config: Config, state: RunState, world: Axis, warn: Warn, validates: bool) -> str | None:
-    """What to say of a run whose steps are all done and validated; None where there is something to do.
+    """What to say of a run that has done all its steps and validated them, or more steps; None where there is something to do.
 
     Every rank calls it; rank 0 reads the metrics. Changed settings of a run that goes on are a warning. A run that has no
     validation (`validates`) counts as validated.
@@ -57,7 +57,8 @@ def finished(config: Config, state: RunState, world: Axis, warn: Warn, validates
     if changed:
         there = "; ".join(f"{key} is {in_yaml(old)} there and {in_yaml(new)} here" for key, (old, new) in changed.items())
         raise UserError(f"{done}, with other settings: {there}. Choose another run.dir; or a larger train.steps, to go on")
-    if not gather(world.rank == 0 and (not validates or _validated(config.run.dir, state.step)), world)[0]:
+    validated = gather(world.rank == 0 and (not validates or _validated(config.run.dir, state.step)), world)[0]
+    if state.step == config.train.steps and not validated:
         return None
     return f"{done}; nothing was trained or written. A larger train.steps goes on, another run.dir starts a new run"
 

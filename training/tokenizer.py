@@ -155,6 +155,14 @@ def check_vocab(tokenizer: Tokenizer, model_vocab_size: int) -> None:
         )
 
 
+def other_vocabulary(tokenizer: Tokenizer, vocab_size: int, default: int) -> str | None:
+    """What to say where `data.vocab_size` (unless it is the default) is not what a tokenizer of tools.train_tokenizer has."""
+    if vocab_size in (default, tokenizer.vocab_size) or not tokenizer.path.endswith(".model"):
+        return None
+    there = f"{tokenizer.path} has {tokenizer.vocab_size} tokens and is what is read, not data.vocab_size={vocab_size}"
+    return f"{there}; python -m tools.train_tokenizer trains another"
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str) -> Tokenizer:
     """Trains a byte-fallback BPE of `vocab_size` tokens on `texts` and writes it to `out` (a `.model` file).
 

@@ -26,7 +26,7 @@ YAML = """
 model: {vocab_size: 512, hidden_size: 128, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 64,
   intermediate_size: 128, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 128, n_group: 2, topk_group: 2,
   num_nextn_predict_layers: 1, max_position_embeddings: 64, initializer_range: 0.05, loss_chunk: 128}
-data: {source: text, paths: [FOLDER/*.txt], dir: FOLDER, tokenizer: FOLDER/tok.model, vocab_size: 512, seq_len: 64,
+data: {source: text, paths: [FOLDER/*.txt], dir: FOLDER, tokenizer: FOLDER/tok.model, vocab_size: 300, seq_len: 64,
   validation_fraction: 0.2, isolate_documents: true}
 train: {steps: 6, global_batch: 4, micro_batch: 2, log_every: 1, device: cpu}
 optim: {lr: 3.0e-3, schedule: wsd, warmup_steps: 2, decay_steps: 2}

@@ -81,6 +81,13 @@ def test_a_run_and_the_import_that_it_begins_from_are_told_apart(
     assert locate("runs/golden/checkpoints/step_00000006", said.append) == Path("runs/golden/checkpoints/step_00000006")
 
 
+def test_no_run_begins_among_the_checkpoints_of_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", f"{folder}/in/train.yaml", "--dry-run"]
+    for place in (folder / "run/checkpoints", folder / "run/checkpoints/mine"):
+        assert train.main([*config, f"run.dir={place}"]) == 2
+        assert f"run.dir={place} is where {folder / 'run'} keeps its checkpoints: choose another" in capsys.readouterr().err
+
+
 def test_an_implausible_first_loss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The golden model is random, so the run had to say so."""
     assert "warning: the first loss" in (folder / "stderr").read_text()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.errors import UserError
-from training.tokenizer import check_vocab, load_tokenizer, train_tokenizer
+from training.tokenizer import check_vocab, load_tokenizer, other_vocabulary, train_tokenizer
 
 CORPUS = [inspect.getsource(textwrap), inspect.getsource(inspect)]
 
@@ -128,6 +128,14 @@ def test_a_model_may_have_more_rows_than_tokens_but_not_fewer(tokenizer):
     check_vocab(tokenizer, tokenizer.vocab_size + 100)
     with pytest.raises(UserError, match=rf"{tokenizer.vocab_size} tokens.*{tokenizer.vocab_size - 1}"):
         check_vocab(tokenizer, tokenizer.vocab_size - 1)
+
+
+def test_a_vocabulary_size_that_is_not_the_tokenizers_is_said(sentencepiece_tokenizer, hf_path):
+    """Nobody reads `data.vocab_size` once a tokenizer is there, and one from elsewhere has a size of its own."""
+    tokenizer, size = sentencepiece_tokenizer, sentencepiece_tokenizer.vocab_size
+    assert other_vocabulary(tokenizer, size, default=1) is None and other_vocabulary(tokenizer, 7, default=7) is None
+    assert f"has {size} tokens and is what is read, not data.vocab_size=7;" in other_vocabulary(tokenizer, 7, default=1)
+    assert other_vocabulary(load_tokenizer(hf_path), 7, default=1) is None
 
 
 @pytest.mark.parametrize(("texts", "vocab_size", "message"), [

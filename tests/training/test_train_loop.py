@@ -102,6 +102,16 @@ def test_a_finished_run_that_was_killed_before_its_validation_has_it_made_up(bas
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl") if "val/loss" in r] == [2]
 
 
+def test_fewer_steps_than_are_done_leave_a_run_as_it_is(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that was stopped on its way has no validation yet; its configuration keeps the steps that it was to take."""
+    short = ("optim.warmup_steps=1", "optim.decay_steps=1")
+    train.run(config_of(base, tmp_path, *short, "train.steps=3", "eval.samples=0"))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert train.run(config_of(base, tmp_path, *short, "train.steps=2")) == 0
+    assert "has done 3 steps, more than train.steps=2; nothing was trained or written" in capsys.readouterr().out
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
 def test_changed_settings_are_said_when_a_run_goes_on(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     short = ("optim.warmup_steps=1", "optim.decay_steps=1", "eval.samples=0")
     train.run(config_of(base, tmp_path, *short, "train.steps=2"))
