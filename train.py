@@ -32,7 +32,7 @@ from training.config import Config
 from training.continuation import finished
 from training.corpus import DataConfig
 from training.data import Loader, PackedDataset, open_validation
-from training.errors import STOPPED, UNSAVED, UserError
+from training.errors import STOPPED, UNSAVED, UserError, exit_status
 from training.evaluate import evaluate
 from training.faults import Guard, slowest, unhealthy, worst_of
 from training.idle_keys import idle_keys
@@ -280,4 +280,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(exit_status(main))

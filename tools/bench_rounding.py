@@ -50,6 +50,7 @@ from tools.rounding_settings import (
     roundings,
     take,
 )
+from training.errors import UserError
 
 Batches = Sequence[tuple[Tensor, Tensor]]  # (tokens, labels) [B, S]
 Row = dict[str, object]
@@ -217,6 +218,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="where its tokenizer lies now")
     add_out(parser)
     args = parser.parse_args(argv)
+    known = list(dict.fromkeys(s.name for s in (*forward_settings(), *gradient_settings())))
+    for text in args.match:
+        if not any(text in name for name in known):
+            raise UserError(f"--match: no setting has {text!r} in its name; there are {'; '.join(known)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     like, _ = load(args.run, "fp32", args.tokenizer, device)
     rows: dict[str, list[Row]] = {}

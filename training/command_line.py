@@ -34,8 +34,9 @@ def refuse_unusable(config: Config) -> None:
     if is_checkpoint(Path(config.run.dir)):  # one name would stand for both (`locate`)
         moved = "; move its checkpoints/ and metrics.jsonl there to go on" if whole_checkpoints(config.run.dir) else ""
         found.append(f"run.dir={config.run.dir} is itself a checkpoint, an import or a merge: choose another run.dir{moved}")
-    if place.name == "checkpoints" and whole_checkpoints(place.parent):
-        found.append(f"run.dir={config.run.dir} is where {place.parent} keeps its checkpoints: choose another run.dir")
+    for outer in (place, *place.parents):
+        if outer.name == "checkpoints" and whole_checkpoints(outer.parent):  # which are removed with all that lies in them
+            found.append(f"run.dir={config.run.dir} is where {outer.parent} keeps its checkpoints: choose another run.dir")
     begins = resume not in ("auto", "none") and not whole_checkpoints(config.run.dir)  # else it goes on from its own
     if begins and not is_checkpoint(Path(resume)) and not whole_checkpoints(resume):
         found.append(

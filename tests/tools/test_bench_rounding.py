@@ -29,6 +29,7 @@ from tools.rounding_settings import (
     roundings,
     take,
 )
+from training.errors import UserError
 
 
 def under(like: Transformer, setting: Setting) -> Transformer:
@@ -144,5 +145,10 @@ def test_a_run_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture)
     for kind in CLASSES:
         assert 0 < 4 * errors[kind, "bf16, same experts"] < errors[kind, "block, same experts"] < 0.3
         assert f"| {kind}, weights alone |" in text and f"| {kind} | block |" in text
-    main(["--run", str(tmp_path), *sizes, "--what", "gradients", "--match", "dY,no such"])
+    main(["--run", str(tmp_path), *sizes, "--what", "gradients", "--match", "dY,hybrid"])
     assert "dY alone" in (short := capsys.readouterr().out) and "weights alone" not in short and "| embedding | bf16 |" in short
+
+
+def test_a_name_of_no_setting_is_refused() -> None:
+    with pytest.raises(UserError, match="--match: no setting has 'nonsense' in its name; there are bf16; "):
+        main(["--run", "none", "--match", "head,nonsense"])

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_a_reader_that_has_had_enough_is_no_bug(lines: int) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_so_it_is_with_train_py(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "train.py", "--config", "configs/tiny.yaml", "--dry-run", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 

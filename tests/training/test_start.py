@@ -83,7 +83,8 @@ def test_a_run_and_the_import_that_it_begins_from_are_told_apart(
 
 def test_no_run_begins_among_the_checkpoints_of_another(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ["--config", f"{folder}/in/train.yaml", "--dry-run"]
-    for place in (folder / "run/checkpoints", folder / "run/checkpoints/mine"):
+    among = folder / "run/checkpoints"
+    for place in (among, among / "mine", among / "step_00000006/mine/deeper"):
         assert train.main([*config, f"run.dir={place}"]) == 2
         assert f"run.dir={place} is where {folder / 'run'} keeps its checkpoints: choose another" in capsys.readouterr().err
 
